@@ -1,0 +1,40 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Distributed Layerwise Offload for Hugging Face diffusers: models far larger than the accelerator, exact, on one or
+several ranks. Importing this package adds `enable_distributed_layerwise_offload` to every pipeline and model.
+"""
+
+from diffusers import DiffusionPipeline, ModelMixin
+
+from ._version import __version__
+from .api import (
+    OffloadHandle,
+    apply_distributed_layerwise_offload,
+    is_distributed_layerwise_offload_enabled,
+    remove_distributed_layerwise_offload,
+)
+from .block_discovery import get_blocks_attr_names, get_blocks_from_dit, set_blocks_attr_names
+from .config import DistributedLayerwiseOffloadConfig
+from .offload_plan import BlockLayout, OffloadPlan, plan_distributed_layerwise_offload
+from .pipeline_mixin import DistributedLayerwiseOffloadMixin, install
+from .report import OffloadReport
+
+
+install(DiffusionPipeline, ModelMixin)
+
+__all__ = [
+    "BlockLayout",
+    "DistributedLayerwiseOffloadConfig",
+    "DistributedLayerwiseOffloadMixin",
+    "OffloadHandle",
+    "OffloadPlan",
+    "OffloadReport",
+    "__version__",
+    "apply_distributed_layerwise_offload",
+    "get_blocks_attr_names",
+    "get_blocks_from_dit",
+    "is_distributed_layerwise_offload_enabled",
+    "plan_distributed_layerwise_offload",
+    "remove_distributed_layerwise_offload",
+    "set_blocks_attr_names",
+]

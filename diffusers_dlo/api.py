@@ -1,0 +1,283 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns enabling and disabling: validate, compute, commit, each step agreed by all ranks, everything undone if one fails.
+Must not stream: that is the engine's, driven by hooks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers.utils import logging
+from torch import nn
+
+from .attachment import Attachment, get_handle
+from .block_discovery import Selection
+from .config import DistributedLayerwiseOffloadConfig
+from .device.platform import Platform, get_platform, resolve_device
+from .distributed.group import OffloadGroup, form_group, introduce, join_world, local_rank, open_gather
+from .engine import Engine, get_engine
+from .host.choice import create_store
+from .host.store import HostStore
+from .offload_plan import OffloadPlan, build_plan, select
+from .report import OffloadReport, make_report
+from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
+from .validation import refuse_enabled, validate_module
+
+
+logger = logging.get_logger(__name__)
+
+
+class OffloadHandle:
+    r"""
+    What enabling returns.
+
+    Attributes:
+        plan (`OffloadPlan`): what streams, in which blocks, and the memory it takes; `print` it.
+        config (`DistributedLayerwiseOffloadConfig`): the options.
+    """
+
+    def __init__(
+        self,
+        config: DistributedLayerwiseOffloadConfig,
+        plan: OffloadPlan,
+        engine: Engine,
+        parts: Sequence[Attachment],
+        placed: Mapping[str, nn.Module],
+        store: HostStore,
+    ) -> None:
+        self.config = config
+        self.plan = plan
+        self._engine = engine
+        self._parts = tuple(parts)
+        self._placed = dict(placed)
+        self._store: HostStore | None = store
+        self._undo: list[Callable[[], None]] = []
+        self._last_report: OffloadReport | None = None
+
+    def on_removal(self, undo: Callable[[], None]) -> None:
+        """Has `undo` called when the offload is taken off."""
+        self._undo.append(undo)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the offload is still in force."""
+        return self._store is not None
+
+    def report(self) -> OffloadReport:
+        """What this process has moved so far, and the memory in use; after `remove`, as it was then."""
+        if self._store is not None:
+            return make_report(self._engine, self.plan, self._store)
+        assert self._last_report is not None
+        return self._last_report
+
+    def join(self) -> None:
+        """
+        Tells the other ranks that this one has no more work, and does the transfers of the passes they still ask for,
+        until all have joined. Ranks with unequal numbers of forwards call it when theirs are done. More work may
+        follow.
+
+        Raises:
+            `RuntimeError`: a rank is gone, or did not join or ask within the timeout; the message names it.
+        """
+        if self.enabled:
+            self._engine.join()
+
+    def remove(self) -> None:
+        """
+        Disables the offload on all ranks: joins, then gives every module ordinary parameters on the CPU, which share
+        memory between ranks until one writes to them. Idempotent.
+
+        Raises:
+            `RuntimeError`: the shards of a lost rank would be needed to restore the weights.
+        """
+        if self._store is None:
+            return
+        try:
+            self._engine.join()
+        except RuntimeError as error:
+            logger.warning(f"Disabling without the other ranks: {error}")
+        self._last_report = self.report()
+        store, self._store = self._store, None
+        while self._undo:
+            self._undo.pop()()
+        with torch.inference_mode(False), torch.no_grad():
+            for part in self._parts:
+                part.detach()
+            for part in self._parts:
+                move_tensors(owned_tensors(part.module), torch.device("cpu"), [])
+            for module in self._placed.values():
+                move_tensors(owned_tensors(module), torch.device("cpu"), [])
+        store.close()
+
+
+def apply_distributed_layerwise_offload(
+    module: nn.Module,
+    config: DistributedLayerwiseOffloadConfig | Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> OffloadHandle:
+    r"""
+    Streams the blocks of a module from host memory, as `apply_group_offloading` does, with one copy of the weights for
+    all ranks of a host. Collective: all ranks call it.
+
+    Args:
+        module (`torch.nn.Module`):
+            A model whose layers are members of `ModuleList`s. Its parameters may be anywhere but on the meta device.
+        config (`DistributedLayerwiseOffloadConfig`, *optional*):
+            The options; keyword arguments of the same names override it.
+
+    Raises:
+        `ValueError` or `TypeError`: an option or the module cannot be used, with the remedy. `RuntimeError`: memory or
+        another rank failed. The same on every rank, and the module is as it was.
+    """
+    return enable(lambda resolved: select(module, resolved, None), config, overrides)
+
+
+def remove_distributed_layerwise_offload(module: nn.Module) -> None:
+    """Takes the offload off `module` and whatever was enabled with it; see `OffloadHandle.remove`."""
+    handle = get_handle(module)
+    if handle is None:
+        raise ValueError(f"'{type(module).__name__}' is not offloaded by layers.")
+    handle.remove()
+
+
+def is_distributed_layerwise_offload_enabled(module: nn.Module) -> bool:
+    """Whether blocks of `module` are streamed."""
+    return get_handle(module) is not None
+
+
+def enable(
+    choose: Callable[[DistributedLayerwiseOffloadConfig], Selection],
+    config: DistributedLayerwiseOffloadConfig | Mapping[str, Any] | None,
+    overrides: Mapping[str, Any],
+) -> OffloadHandle:
+    """
+    The whole of enabling. `choose` picks the components once the options are known to be good; it runs, like all that
+    can fail for one rank alone, inside an agreement, so that the others do not wait for a rank that has given up.
+    """
+    resolved, error = _resolve(config, overrides)
+    timeout = resolved.timeout if resolved is not None else DistributedLayerwiseOffloadConfig.timeout
+    wanted = resolved.onload_device if resolved is not None else None
+    wanted_type = torch.device(wanted).type if wanted is not None else None
+    world = join_world(wanted_type or ("cpu" if not torch.accelerator.is_available() else "accelerator"), timeout)
+    said: dict[str, Any] = {}
+    with world.agreement(said) as introductions:
+        if error is not None:
+            raise error
+        assert resolved is not None
+        platform = get_platform(resolve_device(resolved.onload_device, local_rank()))  # type: ignore[arg-type]
+        said.update(introduce(resolved.mesh))
+    group = form_group(world, introductions, timeout)
+    # Everything below undoes itself: gradients and inference tensors are none of its business.
+    with torch.inference_mode(False), torch.no_grad():
+        return _enable_in_group(choose, resolved, platform, group)
+
+
+def _resolve(
+    config: DistributedLayerwiseOffloadConfig | Mapping[str, Any] | None, overrides: Mapping[str, Any]
+) -> tuple[DistributedLayerwiseOffloadConfig | None, Exception | None]:
+    try:
+        return DistributedLayerwiseOffloadConfig.resolve(config, overrides), None
+    except Exception as error:
+        return None, error
+
+
+def _enable_in_group(
+    choose: Callable[[DistributedLayerwiseOffloadConfig], Selection],
+    config: DistributedLayerwiseOffloadConfig,
+    platform: Platform,
+    group: OffloadGroup,
+) -> OffloadHandle:
+    said: dict[str, Any] = {}
+    with group.agreement("enable: plan", said) as replies:
+        selection = choose(config)
+        for name, module in {**selection.streamed, **selection.placed}.items():
+            validate_module(module, name, config.transfer_for(group.size))
+            refuse_enabled(name, get_handle(module) is not None)
+        plan = build_plan(selection, config, group.size)
+        engine = get_engine(platform, group)
+        parts = [Attachment(selection.streamed[component.name], component, engine) for component in plan.components]
+        lines = plan.summary_lines()
+        if group.size > 1:
+            lines += [line for part in parts for line in part.fingerprints()]
+        said["digest"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    _compare(group, [reply["digest"] for reply in replies], lines)
+    if any(component.transfer == "all_gather" for component in plan.components):
+        with group.agreement("enable: communicator"):
+            open_gather(group, platform, config.timeout)
+    store = create_store(plan, config.host, group, platform)
+    moved: list[Move] = []
+    try:
+        with group.agreement("enable: device"):
+            for part in parts:
+                part.attach_to_engine(store, config.slots)
+            move_tensors(_resident(parts, selection.placed), platform.device, moved)
+        _pack(parts, store, group)
+        handle = OffloadHandle(config, store.plan, engine, parts, selection.placed, store)
+        with group.agreement("enable: hooks"):
+            for part in parts:
+                part.attach_to_module(handle, handle.remove)
+    except BaseException:
+        for part in parts:
+            part.detach()
+        put_back(moved)
+        store.close()
+        raise
+    logger.info(f"{len(parts)} components stream to '{platform.device}' from a {store.kind} host store")
+    return handle
+
+
+def _resident(parts: Sequence[Attachment], placed: Mapping[str, nn.Module]) -> list[OwnedTensor]:
+    """
+    The tensors that stay on the device: those of streamed components that do not stream, and the placed components.
+    """
+    return [owned for part in parts for owned in part.resident] + [
+        owned for module in placed.values() for owned in owned_tensors(module)
+    ]
+
+
+def _compare(group: OffloadGroup, digests: Sequence[str], lines: Sequence[str]) -> None:
+    """Raises on every rank, naming the first difference, where ranks do not have the same model and options."""
+    if len(set(digests)) == 1:
+        return
+    short = [hashlib.sha256(line.encode()).hexdigest()[:6] for line in lines]
+    with group.agreement("enable: compare", {"lines": short}) as replies:
+        pass
+    every = [reply["lines"] for reply in replies]
+    first = next(
+        (i for i in range(min(map(len, every))) if len({other[i] for other in every}) > 1), min(map(len, every))
+    )
+    with group.agreement("enable: difference", {"line": lines[first] if first < len(lines) else "nothing"}) as replies:
+        pass
+    said = "; ".join(f"rank {rank}: {reply['line']}" for rank, reply in enumerate(replies))
+    raise RuntimeError(
+        f"The ranks do not have the same model or options, so they cannot share weights. The first difference is: "
+        f"{said}. Load the same checkpoint, with the same adapters, dtype and options, on every rank."
+    )
+
+
+def _pack(parts: Sequence[Attachment], store: HostStore, group: OffloadGroup) -> None:
+    """
+    Fills the store, unit by unit. A unit's originals are let go once all ranks have written it, where the store could
+    give the whole of it back: the peak is one copy of the model and not two.
+    """
+    units = [(part, unit) for part in parts for unit in part.component.units]
+    with logging.tqdm(
+        total=sum(unit.layout.nbytes for _, unit in units),
+        desc=f"Storing weights ({store.kind})",
+        unit="B",
+        unit_scale=True,
+        disable=None if group.rank == 0 else True,
+        leave=False,
+    ) as bar:
+        for part, unit in units:
+            with group.agreement("enable: store"):
+                store.write(unit.key, [tensor.original for tensor in unit.tensors])
+            if store.image(unit.key) is not None:
+                part.drop_originals(unit)
+            bar.update(unit.layout.nbytes)
+    for part in parts:
+        part.drop_all_originals()

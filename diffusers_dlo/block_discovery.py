@@ -1,0 +1,214 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns which modules of a model are blocks and which are leaves. Reads class data and module structure only: no device,
+no weights, so a meta model will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+
+_BLOCKS_ATTRIBUTE = "_layerwise_offload_blocks_attrs"
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """The modules of a component that stream, by name and in order of registration."""
+
+    blocks: dict[str, nn.Module]
+    leaves: dict[str, nn.Module]
+
+
+def get_blocks_attr_names(model: nn.Module | type[nn.Module]) -> list[str]:
+    """The `ModuleList` names set for a model's class by `set_blocks_attr_names`; empty where none were set."""
+    cls = model if isinstance(model, type) else type(model)
+    return list(getattr(cls, _BLOCKS_ATTRIBUTE, ()))
+
+
+def set_blocks_attr_names(model: nn.Module | type[nn.Module], names: Sequence[str] | None) -> None:
+    """Sets, for a model's class, the `ModuleList`s whose members are its blocks; None takes the setting back."""
+    cls = model if isinstance(model, type) else type(model)
+    if names is None:
+        if _BLOCKS_ATTRIBUTE in vars(cls):
+            delattr(cls, _BLOCKS_ATTRIBUTE)
+        return
+    if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"The block names of {cls.__name__!r} must be a list of ModuleList names, got {names!r}.")
+    setattr(cls, _BLOCKS_ATTRIBUTE, tuple(names))
+
+
+def get_blocks_from_dit(model: nn.Module) -> tuple[list[str], list[nn.Module]]:
+    """The names of a model's block lists and the blocks themselves, in streaming order."""
+    blocks = discover_blocks(model).blocks
+    names = list(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
+    return names, list(blocks.values())
+
+
+def discover_blocks(model: nn.Module, names: Sequence[str] | None = None) -> Discovery:
+    """
+    Finds the blocks of `model`: members of the `ModuleList`s called `names`, else of those set for its class, else the
+    members of `ModuleList`s whose class the model declares as repeated or unsplittable, else of any `ModuleList`. Of
+    nested candidates the outermost is the block, and a `ModuleList` is never one itself. Leaves are the
+    `nn.Embedding`s and `nn.Linear`s outside blocks that are at least as large as the largest block.
+
+    Raises:
+        `ValueError`: a name that does not exist or is no `ModuleList`, or a model without blocks.
+    """
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    names = tuple(names) if names is not None else tuple(get_blocks_attr_names(model))
+    if names:
+        for name in names:
+            if name not in lists:
+                raise ValueError(
+                    f"'{name}' is not a ModuleList of {type(model).__name__!r}; it has: "
+                    f"{', '.join(lists) if lists else 'none'}."
+                )
+        chosen = dict(member for name in names for member in _members(name, lists[name]))
+        blocks = _outermost(chosen)
+    else:
+        candidates = dict(member for name, module in lists.items() for member in _members(name, module))
+        declared = _declared_classes(model)
+        blocks = _outermost({n: m for n, m in candidates.items() if type(m).__name__ in declared})
+        if not blocks:
+            blocks = _outermost(candidates)
+    if not blocks:
+        raise ValueError(
+            f"No blocks found in {type(model).__name__!r}: it has "
+            f"{'the ModuleLists ' + ', '.join(lists) if lists else 'no ModuleList'}, none with weights. "
+            "Name the lists to stream with blocks=[...], or leave this model out with components=[...]."
+        )
+    return Discovery(blocks, _large_leaves(model, blocks))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The components of a pipeline: those that stream, which of them are text encoders, and those placed whole."""
+
+    streamed: dict[str, nn.Module]
+    encoders: frozenset[str]
+    placed: dict[str, nn.Module]
+
+
+_DENOISERS = ("diffusers.models.transformers.", "diffusers.models.unets.", "diffusers.models.controlnets.")
+
+
+def select_components(
+    modules: Mapping[str, nn.Module],
+    names: Sequence[str] | None = None,
+    blocks_of: Callable[[str], Sequence[str] | None] = lambda name: None,
+) -> Selection:
+    """
+    Which components of a pipeline stream: those called `names`, else its denoisers (diffusers' transformers, UNets and
+    ControlNets) and the text encoders that are larger than the largest block of a transformer. The others are placed
+    on the device whole. A module that appears under two names counts once.
+
+    Raises:
+        `ValueError`: a name that is no component, nothing to stream, or a component without blocks.
+    """
+    unique: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        if all(module is not other for other in unique.values()):
+            unique[name] = module
+    if names is not None:
+        if isinstance(names, str) or not names:
+            raise ValueError(f"'components' must be a list of component names, got {names!r}.")
+        for name in names:
+            if name not in modules:
+                raise ValueError(f"'{name}' is not a component with weights; this pipeline has: {', '.join(modules)}.")
+        denoisers = {name: modules[name] for name in names}
+    else:
+        denoisers = {
+            name: module
+            for name, module in unique.items()
+            if type(module).__module__.startswith(_DENOISERS) or name.startswith(("transformer", "unet"))
+        }
+    if not denoisers:
+        raise ValueError(
+            f"This pipeline has no transformer to stream; its components are: {', '.join(modules) or 'none'}. "
+            "Name those that should stream with components=[...]."
+        )
+    largest = max(
+        _nbytes(block)
+        for name, module in denoisers.items()
+        for block in discover_blocks(module, blocks_of(name)).blocks.values()
+    )
+    encoders = {
+        name: module
+        for name, module in unique.items()
+        if names is None
+        and all(module is not denoiser for denoiser in denoisers.values())
+        and _is_text_encoder(module)
+        and _nbytes(module) > largest
+        and _has_blocks(module, blocks_of(name))
+    }
+    streamed = {**denoisers, **encoders}
+    placed = {name: m for name, m in unique.items() if all(m is not other for other in streamed.values())}
+    named_encoders = {name for name, module in streamed.items() if _is_text_encoder(module)}
+    return Selection(streamed, frozenset(named_encoders), placed)
+
+
+def _is_text_encoder(module: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
+
+
+def _has_blocks(module: nn.Module, names: Sequence[str] | None) -> bool:
+    if names is not None:
+        return True  # chosen by hand: a wrong name is an error later, not a reason to leave the component out
+    try:
+        return bool(discover_blocks(module).blocks)
+    except ValueError:
+        return False
+
+
+def _members(name: str, module_list: nn.ModuleList) -> Iterator[tuple[str, nn.Module]]:
+    """
+    The members of a `ModuleList` that hold weights; those of an inner `ModuleList`, which nobody calls, in its place.
+    """
+    for index, member in enumerate(module_list):
+        if isinstance(member, nn.ModuleList):
+            yield from _members(f"{name}.{index}", member)
+        elif any(True for _ in member.parameters()):
+            yield f"{name}.{index}", member
+
+
+def _outermost(candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Candidates that lie in no other one, each module once however often it is listed, in the order given."""
+    inner = {
+        id(submodule) for module in candidates.values() for submodule in module.modules() if submodule is not module
+    }
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for name, module in candidates.items():
+        if id(module) not in inner and id(module) not in seen:
+            seen.add(id(module))
+            found[name] = module
+    return found
+
+
+def _declared_classes(model: nn.Module) -> set[str]:
+    """Class names that the model, or a model inside it (a text encoder's decoder), declares as repeated layers."""
+    declared: set[str] = set()
+    for module in model.modules():
+        for attribute in ("_repeated_blocks", "_no_split_modules"):
+            declared.update(getattr(type(module), attribute, None) or ())
+    return declared
+
+
+def _large_leaves(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    largest = max(_nbytes(block) for block in blocks.values())
+    inside = {id(submodule) for block in blocks.values() for submodule in block.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.Linear)) and id(module) not in inside and _nbytes(module) >= largest
+    }
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))

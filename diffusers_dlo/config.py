@@ -1,0 +1,144 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""Owns the options of an offload and their validation. Must not touch a module, a device or a process group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+TRANSFERS = ("auto", "all_gather", "local")
+HOSTS = ("auto", "packed", "pinned")
+
+
+@dataclass(frozen=True)
+class DistributedLayerwiseOffloadConfig:
+    r"""
+    How the weights of a model are kept in host memory and streamed to the device. Validates itself: a wrong type is a
+    `TypeError`, a wrong value a `ValueError`, both naming the field.
+
+    Args:
+        onload_device (`str` or `torch.device`, *optional*):
+            Where blocks are computed. Defaults to the launcher's device of this rank: the current accelerator, or the
+            CPU where there is none.
+        transfer (`str`, defaults to `"auto"`):
+            `"all_gather"`: each rank of a host copies 1/N of a block and an all-gather rebuilds it. `"local"`: each
+            rank copies whole blocks over its own link. `"auto"`: `"local"` for one rank, `"all_gather"` for more.
+        num_slots (`int` or `"auto"`, defaults to `"auto"`):
+            How many block-sized buffers the device holds, 2 or more. `"auto"` is 2: one computes, one arrives.
+        host (`str`, defaults to `"auto"`):
+            Where the bytes live. `"packed"`: one shared-memory file per host. `"pinned"`: page-locked memory of each
+            rank (its shard with `all_gather`, whole blocks with `local`). `"auto"`: the first of these that works on
+            all ranks.
+        mesh (`torch.distributed.device_mesh.DeviceMesh`, *optional*):
+            The ranks that share weights: a one-dimensional mesh, or the last dimension of a larger one. Defaults to
+            the ranks of one host.
+        blocks (`Mapping[str, Sequence[str]]` or `Sequence[str]`, *optional*):
+            Names of the `ModuleList`s whose members are streamed, for each component; a plain sequence for one module.
+            Defaults to what the model's class declares.
+        timeout (`float`, defaults to `1800.0`):
+            Seconds a rank waits for another before it raises an error naming it.
+    """
+
+    onload_device: str | torch.device | None = None
+    transfer: str = "auto"
+    num_slots: int | str = "auto"
+    host: str = "auto"
+    mesh: DeviceMesh | None = None
+    blocks: Mapping[str, Sequence[str]] | Sequence[str] | None = None
+    timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if self.onload_device is not None:
+            try:
+                object.__setattr__(self, "onload_device", torch.device(self.onload_device))
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(f"'onload_device' must name a torch device, got {self.onload_device!r}.") from error
+            if self.onload_device.type == "meta":  # type: ignore[union-attr]
+                raise ValueError("'onload_device' must be a device that computes, got 'meta'.")
+        _check_choice("transfer", self.transfer, TRANSFERS)
+        _check_choice("host", self.host, HOSTS)
+        if self.num_slots != "auto":
+            if isinstance(self.num_slots, bool) or not isinstance(self.num_slots, int):
+                raise TypeError(f"'num_slots' must be \"auto\" or an int, got {self.num_slots!r}.")
+            if self.num_slots < 2:
+                raise ValueError(
+                    f"'num_slots' must be at least 2, got {self.num_slots}: one block computes while the next arrives."
+                )
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
+            raise TypeError(f"'timeout' must be a number of seconds, got {self.timeout!r}.")
+        if not (math.isfinite(self.timeout) and self.timeout > 0):
+            raise ValueError(f"'timeout' must be a positive number of seconds, got {self.timeout!r}.")
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", _freeze_blocks(self.blocks))
+        if self.mesh is not None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            if not isinstance(self.mesh, DeviceMesh):
+                raise TypeError(f"'mesh' must be a torch.distributed DeviceMesh, got {type(self.mesh).__name__!r}.")
+
+    @classmethod
+    def resolve(
+        cls, config: DistributedLayerwiseOffloadConfig | Mapping[str, Any] | None, overrides: Mapping[str, Any]
+    ) -> DistributedLayerwiseOffloadConfig:
+        """The configuration that a call's `config` and keyword `overrides` name together; the overrides win."""
+        names = [field.name for field in fields(cls)]
+        values: dict[str, Any] = {}
+        if isinstance(config, cls):
+            values = {name: getattr(config, name) for name in names}
+        elif isinstance(config, Mapping):
+            values = dict(config)
+        elif config is not None:
+            raise TypeError(f"'config' must be a {cls.__name__}, a mapping or None, got {type(config).__name__!r}.")
+        values.update(overrides)
+        unknown = sorted(set(values) - set(names))
+        if unknown:
+            raise TypeError(f"Unknown option {unknown[0]!r}; the options are: {', '.join(names)}.")
+        return cls(**values)
+
+    @property
+    def slots(self) -> int:
+        """`num_slots` as a number."""
+        return 2 if self.num_slots == "auto" else int(self.num_slots)
+
+    def transfer_for(self, group_size: int) -> str:
+        """`transfer` with `"auto"` decided for a group of this many ranks."""
+        if self.transfer != "auto":
+            return self.transfer
+        return "local" if group_size == 1 else "all_gather"
+
+    def blocks_of(self, component: str) -> tuple[str, ...] | None:
+        """The `ModuleList` names chosen for `component`, or None where the model's class decides."""
+        if isinstance(self.blocks, Mapping):
+            return self.blocks.get(component)  # type: ignore[return-value]
+        return self.blocks  # type: ignore[return-value]
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"'{name}' must be a string, one of {', '.join(choices)}; got {value!r}.")
+    if value not in choices:
+        raise ValueError(f"'{name}' must be one of {', '.join(choices)}; got {value!r}.")
+
+
+def _freeze_blocks(
+    blocks: Mapping[str, Sequence[str]] | Sequence[str],
+) -> Mapping[str, tuple[str, ...]] | tuple[str, ...]:
+    def names(value: object, where: str) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(n, str) for n in value):
+            raise TypeError(f"{where} must be a list of ModuleList names, got {value!r}.")
+        if not value:
+            raise ValueError(f"{where} is empty; leave it out to let the model's class decide.")
+        return tuple(value)
+
+    if isinstance(blocks, Mapping):
+        return {component: names(value, f"'blocks[{component!r}]'") for component, value in blocks.items()}
+    return names(blocks, "'blocks'")

@@ -1,0 +1,208 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns every vendor's name: streams, events, page-locking, memory figures and the collective backend, behind one
+interface that the rest of the package uses for accelerators and the CPU alike. Must not know of blocks or passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+Event = Any
+"""A device event, opaque outside this file."""
+Stream = Any
+"""A device stream, opaque outside this file."""
+
+_REGISTER_READ_ONLY = 0x08
+"""`cudaHostRegisterReadOnly`."""
+_BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl", "cpu": "gloo"}
+
+
+class Platform:
+    """
+    The CPU as a platform, and the interface of every other: work is submitted to streams that run in order, and events
+    order streams. On the CPU a stream is the calling thread, so submitted work is done when `submit` returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def backend(self) -> str:
+        """The name of the collective backend of this device."""
+        if self.device.type not in _BACKENDS:
+            raise NotImplementedError(
+                f"No collective backend is known for '{self.device.type}' devices; use transfer=\"local\"."
+            )
+        return _BACKENDS[self.device.type]
+
+    def new_stream(self, high_priority: bool = False) -> Stream:
+        """A stream of its own; of high priority where the device has priorities."""
+        return None
+
+    def new_event(self) -> Event:
+        """An event that nothing has recorded: waiting for it returns at once."""
+        return None
+
+    def submit(
+        self, stream: Stream, work: Callable[[], None], after: Sequence[Event] = (), record: Event = None
+    ) -> None:
+        """Queues `work` on `stream` behind the events `after`, and then `record`."""
+        work()
+
+    def compute_wait(self, event: Event) -> None:
+        """Makes what is queued next on the current stream wait for `event`; the host goes on."""
+
+    def compute_record(self, event: Event) -> None:
+        """Records `event` behind what is queued on the current stream."""
+
+    def synchronize(self) -> None:
+        """Waits on the host until the device is idle."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised device memory, `(nbytes,)` of `uint8`, 256-byte aligned, never an inference tensor."""
+        with torch.inference_mode(False):
+            memory = torch.empty(nbytes + 256, dtype=torch.uint8, device=self.device)
+            # The CPU's allocator aligns to 64 bytes only, and alignment is part of exactness (kernels' tails).
+            skip = -memory.data_ptr() % 256
+            return memory[skip : skip + nbytes]
+
+    def pinned_empty(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised host memory that the device can read by DMA; `(nbytes,)` of `uint8`."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def register_host_memory(self, address: int, nbytes: int) -> None:
+        """
+        Page-locks host memory that something else allocated.
+
+        Raises:
+            `RuntimeError`: the device's driver cannot, or refused.
+        """
+
+    def unregister_host_memory(self, address: int) -> None:
+        """Takes back `register_host_memory`."""
+
+
+class AcceleratorPlatform(Platform):
+    """A device with streams, through `torch.get_device_module`: the same calls for every vendor that torch knows."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._module = torch.get_device_module(device)
+        self._warned = False
+
+    def new_stream(self, high_priority: bool = False) -> Stream:
+        return self._module.Stream(device=self.device, priority=-1 if high_priority else 0)
+
+    def new_event(self) -> Event:
+        return self._module.Event()
+
+    def submit(
+        self, stream: Stream, work: Callable[[], None], after: Sequence[Event] = (), record: Event = None
+    ) -> None:
+        for event in after:
+            stream.wait_event(event)
+        with self._module.stream(stream):
+            work()
+        if record is not None:
+            record.record(stream)
+
+    def compute_wait(self, event: Event) -> None:
+        self._module.current_stream(self.device).wait_event(event)
+
+    def compute_record(self, event: Event) -> None:
+        event.record(self._module.current_stream(self.device))
+
+    def synchronize(self) -> None:
+        self._module.synchronize(self.device)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            # Device allocators align to 512 bytes.
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def pinned_empty(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    f"Page-locking {nbytes / 2**20:.0f} MiB of host memory failed ({str(error).splitlines()[0]}); the "
+                    "weights stay pageable and copies will be slower. Look at `ulimit -l` and the container's limits."
+                )
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def register_host_memory(self, address: int, nbytes: int) -> None:
+        raise RuntimeError(f"'{self.device.type}' devices cannot page-lock memory that is already allocated")
+
+
+class CudaPlatform(AcceleratorPlatform):
+    """NVIDIA devices: the only ones that can register foreign host memory."""
+
+    def register_host_memory(self, address: int, nbytes: int) -> None:
+        runtime = torch.cuda.cudart()
+        torch.cuda.current_stream(self.device)  # creates the context the registration belongs to
+        for flags in (_REGISTER_READ_ONLY, 0):
+            code = int(runtime.cudaHostRegister(address, nbytes, flags))
+            if code == 0:
+                return
+        raise RuntimeError(f"cudaHostRegister answered {code} for {nbytes / 2**20:.0f} MiB")
+
+    def unregister_host_memory(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def get_platform(device: torch.device) -> Platform:
+    """The platform of `device`."""
+    if device.type == "cpu":
+        return Platform(device)
+    if device.type == "cuda":
+        return CudaPlatform(device)
+    return AcceleratorPlatform(device)
+
+
+def default_device(local_rank: int | None) -> torch.device:
+    """
+    The accelerator of this rank, with its index, or the CPU where there is none. Who set a current device is followed;
+    otherwise ranks of a host take devices in turn.
+    """
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    index = torch.accelerator.current_device_index()
+    if index == 0 and local_rank is not None:
+        index = local_rank % torch.accelerator.device_count()
+        torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
+
+
+def resolve_device(device: torch.device | None, local_rank: int | None = None) -> torch.device:
+    """
+    `device` with its index made explicit, or the default device of the launcher's `local_rank`.
+
+    Raises:
+        `ValueError`: there is no such device on this machine.
+    """
+    if device is None:
+        return default_device(local_rank)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type != device.type:
+        raise ValueError(
+            f"'{device}' is not available: this torch sees {accelerator.type if accelerator else 'no accelerator'}. "
+            "Leave 'onload_device' out to use what there is."
+        )
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    if index >= torch.accelerator.device_count():
+        raise ValueError(f"'{device}' is not available: this process sees {torch.accelerator.device_count()} devices.")
+    return torch.device(device.type, index)

@@ -1,0 +1,141 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns the slots: device byte buffers that hold one block each, the stamp that says which, the events that order their
+use, and the views made into them. Must not decide what is fetched, nor when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..host.store import Extent, tensor_view
+from ..offload_plan import BlockLayout
+from .platform import Event, Platform
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What a slot holds: a block of a component, brought by the ring's fetch number `seq`."""
+
+    component: str
+    block: int
+    seq: int
+
+
+@dataclass
+class Slot:
+    """One block-sized buffer. `ready` follows the fetch, `free` the computing that last used it."""
+
+    index: int
+    buffer: torch.Tensor
+    ready: Event
+    arrived: Event
+    free: Event
+    stamp: Stamp | None = None
+    holds: int = 0
+
+
+@dataclass(frozen=True)
+class BlockViews:
+    """Everything about one block in one slot, made once: a pass only uses it."""
+
+    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    "(slot range, host memory) for each extent"
+    image: torch.Tensor
+    "the padded image in the slot: the output of the gather"
+    shard: torch.Tensor
+    "this rank's part of `image`: the input of the gather"
+    tensors: tuple[torch.Tensor, ...]
+    h2d_nbytes: int
+
+
+class Ring:
+    """
+    `num_slots` buffers of `slot_nbytes` bytes, used by running number: fetch `seq` goes to slot `seq % num_slots`, so
+    neither odd block counts nor more slots than blocks are special.
+    """
+
+    def __init__(self, platform: Platform, num_slots: int, slot_nbytes: int) -> None:
+        self._platform = platform
+        self.slot_nbytes = slot_nbytes
+        self.slots = [
+            Slot(i, platform.empty(slot_nbytes), platform.new_event(), platform.new_event(), platform.new_event())
+            for i in range(num_slots)
+        ]
+        self.seq = 0
+        self._where: dict[tuple[str, int], int] = {}
+        for slot in self.slots:
+            # The allocator may hand out memory that the current stream still uses.
+            platform.compute_record(slot.free)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of all slots."""
+        return len(self.slots) * self.slot_nbytes
+
+    def find(self, component: str, block: int) -> Slot | None:
+        """The slot that holds a block, or None. Looked up by what the slot holds, never by where it ought to be."""
+        index = self._where.get((component, block))
+        if index is None:
+            return None
+        slot = self.slots[index]
+        stamp = slot.stamp
+        if stamp is None or (stamp.component, stamp.block) != (component, block):
+            raise RuntimeError(f"slot {index} is stamped {stamp} and listed as block {block} of '{component}'")
+        return slot
+
+    @property
+    def next_slot(self) -> Slot:
+        """The slot that the next fetch goes to."""
+        return self.slots[self.seq % len(self.slots)]
+
+    def take(self, component: str, block: int) -> Slot:
+        """Stamps the next slot for a fetch of a block; what it held is gone."""
+        index = self.seq % len(self.slots)
+        slot = self.slots[index]
+        if slot.holds:
+            raise RuntimeError(f"slot {index} would be overwritten while block {slot.stamp} computes in it")
+        if slot.stamp is not None and self._where.get((slot.stamp.component, slot.stamp.block)) == index:
+            del self._where[slot.stamp.component, slot.stamp.block]
+        # Another slot may hold the same block (of a short lap) and even compute with it: the newest one is listed.
+        slot.stamp = Stamp(component, block, self.seq)
+        self._where[component, block] = index
+        self.seq += 1
+        return slot
+
+    def forget(self) -> None:
+        """Clears every stamp and hold: nothing in the slots is trusted any more."""
+        for slot in self.slots:
+            slot.stamp = None
+            slot.holds = 0
+        self._where.clear()
+
+    def views(self, layout: BlockLayout, extents: Sequence[Extent], shards: int, rank: int) -> list[BlockViews]:
+        """The views of one block for each slot. `rank` is the shard this rank copies, of `shards`."""
+        shard_nbytes = layout.shard_nbytes(shards)
+        base = rank * shard_nbytes if shards > 1 else 0
+        made = []
+        with torch.inference_mode(False):
+            for slot in self.slots:
+                copies = tuple(
+                    (slot.buffer[base + offset : base + offset + source.numel()], source) for offset, source in extents
+                )
+                made.append(
+                    BlockViews(
+                        copies=copies,
+                        image=slot.buffer[: shard_nbytes * shards],
+                        shard=slot.buffer[base : base + shard_nbytes],
+                        tensors=tuple(tensor_view(slot.buffer, tensor) for tensor in layout.tensors),
+                        h2d_nbytes=sum(source.numel() for _, source in copies),
+                    )
+                )
+        return made
+
+    def close(self) -> None:
+        """Waits for everything that uses the slots and gives their memory back."""
+        self._platform.synchronize()
+        self.slots = []
+        self._where.clear()

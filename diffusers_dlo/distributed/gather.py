@@ -1,0 +1,47 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns the all-gather of a block's bytes, in place. Must not know which block it gathers, nor on which stream.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+# torch 2.13 renames the collective and warns at each call of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class InPlaceGather:
+    """
+    Rebuilds a block from its equal shards: the input is this rank's part of the output. Bytes, not dtypes: one
+    collective a block, whatever it holds, on backends that know no float8.
+
+    Args:
+        group (`torch.distributed.ProcessGroup`): the ranks, in the order of their shards.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+
+    def __call__(self, image: torch.Tensor, shard: torch.Tensor) -> None:
+        """Fills `image`, `(size x n,)` of `uint8`, from the `shard`, `(n,)`, that each rank has in it."""
+        _all_gather(image, shard, group=self._group)
+
+    def check(self, device: torch.device) -> None:
+        """
+        Opens the communicator, and makes sure that gathering in place is right on this backend.
+
+        Raises:
+            `RuntimeError`: the bytes that arrived are not those that were sent.
+        """
+        count = 256
+        image = torch.zeros(count * self.size, dtype=torch.uint8, device=device)
+        image[count * self.rank : count * (self.rank + 1)] = self.rank + 1
+        self(image, image[count * self.rank : count * (self.rank + 1)])
+        expected = torch.arange(1, self.size + 1, dtype=torch.uint8).repeat_interleave(count)
+        if not torch.equal(image.cpu(), expected):
+            raise RuntimeError('an in-place all-gather returned wrong bytes on this backend; use transfer="local"')

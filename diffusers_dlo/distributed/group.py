@@ -1,0 +1,225 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns who shares weights: the launcher's world, the ranks of one host, their control mesh and their gather group. The
+only file that reads launcher variables of the environment. Must not know of weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from diffusers.utils import logging
+
+from ..device.platform import Platform
+from .control import ControlMesh, connect
+from .gather import InPlaceGather
+
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+logger = logging.get_logger(__name__)
+
+_ERRORS = {cls.__name__: cls for cls in (ValueError, TypeError, RuntimeError, NotImplementedError, MemoryError)}
+
+
+class World:
+    """All ranks of the launcher, before they know which of them share weights."""
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, default: object) -> None:
+        self.rank = rank
+        self.size = size
+        self.default = default
+        self._group = group
+
+    def exchange(self, value: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each rank of the world passes in, by rank. JSON, so nothing that arrives is executed."""
+        if self._group is None:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self._group)
+        longest = int(max(sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        all_data = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(all_data, padded, group=self._group)
+        return [json.loads(bytes(d[: int(n)].tolist())) for d, n in zip(all_data, sizes)]
+
+    @contextmanager
+    def agreement(self, said: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+        """
+        Runs the body on every rank, then exchanges `said`, which the body may fill. If the body raised on any rank,
+        all raise: the culprit its own error, the others the same type with the culprit's rank.
+        """
+        replies: list[dict[str, Any]] = []
+        error: BaseException | None = None
+        try:
+            yield replies
+        except BaseException as caught:
+            error = caught
+        replies += self.exchange({**said, "error": describe_error(error)})
+        raise_agreed(error, [reply["error"] for reply in replies])
+
+
+class OffloadGroup:
+    """The ranks of one host that share weights, as seen by one of them."""
+
+    def __init__(self, world: World, ranks: Sequence[int], control: ControlMesh, key: tuple) -> None:
+        self.world = world
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(world.rank)
+        self.size = len(self.ranks)
+        self.control = control
+        self.key = key
+        self.gather: InPlaceGather | None = None
+
+    @contextmanager
+    def agreement(self, what: str, said: Mapping[str, Any] | None = None) -> Iterator[list[dict[str, Any]]]:
+        """As `World.agreement`, among the ranks of the group and over the control mesh; `what` names the step."""
+        replies: list[dict[str, Any]] = []
+        error: BaseException | None = None
+        try:
+            yield replies
+        except BaseException as caught:
+            error = caught
+        try:
+            replies += self.control.exchange(what, error=describe_error(error), **(said or {}))
+        except RuntimeError:
+            if error is not None:
+                raise error from None
+            raise
+        others = sorted({reply["kind"] for reply in replies} - {what})
+        if others and error is None:
+            raise RuntimeError(
+                f"rank {self.rank} is at '{what}' while another is at '{others[0]}'. Enabling and disabling are done "
+                "by all ranks together."
+            )
+        raise_agreed(error, [reply.get("error") for reply in replies])
+
+
+def describe_error(error: BaseException | None) -> list[str] | None:
+    """An error as it is told to other ranks: its type and text."""
+    return None if error is None else [type(error).__name__, str(error)[:4000]]
+
+
+def raise_agreed(own: BaseException | None, errors: Sequence[list[str] | None]) -> None:
+    """Raises this rank's own error, or else that of the first rank that has one, under the same type."""
+    if own is not None:
+        raise own
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise _ERRORS.get(error[0], RuntimeError)(f"rank {rank} failed: {error[1]}")
+
+
+_world: World | None = None
+_groups: dict[tuple, OffloadGroup] = {}
+
+
+def local_rank() -> int | None:
+    """This process's index on its host, as the launcher set it; None without a launcher."""
+    value = os.environ.get("LOCAL_RANK", "")
+    return int(value) if value.isdigit() else None
+
+
+def join_world(device_type: str, timeout: float) -> World:
+    """
+    The ranks that the launcher started, from torch.distributed; initialised through accelerate where a launcher
+    started several processes and nobody has done it yet. Collective over all ranks the first time.
+    """
+    global _world
+    if not dist.is_available() or (not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) == 1):
+        return World(0, 1, None, None)
+    if not dist.is_initialized():
+        from accelerate import PartialState
+
+        PartialState(cpu=device_type == "cpu")
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "The launcher started several processes, but accelerate did not connect them. Create "
+                "accelerate.PartialState() (with cpu=True on the CPU) before enabling."
+            )
+    default = dist.group.WORLD
+    if _world is None or _world.default is not default:
+        size = dist.get_world_size()
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if size > 1 else None
+        _world = World(dist.get_rank(), size, group, default)
+        _groups.clear()
+    return _world
+
+
+def mesh_ranks(mesh: DeviceMesh | None) -> list[int] | None:
+    """The world ranks of this rank's row of `mesh`: its last dimension."""
+    if mesh is None:
+        return None
+    return list(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
+
+
+def host_identity() -> str:
+    """Equal for processes that can share memory and sockets: the machine's boot, and its network namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def introduce(mesh: DeviceMesh | None) -> dict[str, Any]:
+    """What a rank tells the world about itself, for `form_group`."""
+    return {
+        "host": host_identity(),
+        "pid": os.getpid(),
+        "secret": secrets.token_hex(16),
+        "mesh": mesh_ranks(mesh),
+    }
+
+
+def form_group(world: World, introductions: Sequence[dict[str, Any]], timeout: float) -> OffloadGroup:
+    """
+    The group of this rank: its row of the mesh, else the ranks of its host. The same on all ranks of the world.
+
+    Raises:
+        `ValueError`: a group that spans hosts, or a mesh that not all ranks passed.
+    """
+    meshes = [said["mesh"] for said in introductions]
+    hosts = [said["host"] for said in introductions]
+    if any((mesh is None) != (meshes[0] is None) for mesh in meshes):
+        raise ValueError("'mesh' was passed on some ranks and not on others; pass the same mesh on all.")
+    rows = meshes if meshes[0] is not None else [[r for r in range(world.size) if hosts[r] == h] for h in hosts]
+    for rank, row in enumerate(rows):
+        if rank not in row or any(hosts[other] != hosts[rank] for other in row):
+            raise ValueError(
+                f"The ranks {row} that would share weights do not all run on one host. Let 'mesh' put the ranks of a "
+                "host in a row; ranks of other hosts are replicas."
+            )
+    ranks = tuple(rows[world.rank])
+    key = (tuple(sorted({tuple(row) for row in rows})), ranks)
+    if key not in _groups:
+        pids = [introductions[rank]["pid"] for rank in ranks]
+        control = connect(ranks.index(world.rank), pids, introductions[ranks[0]]["secret"], timeout)
+        _groups[key] = OffloadGroup(world, ranks, control, key)
+    group = _groups[key]
+    group.control.timeout = timeout
+    return group
+
+
+def open_gather(group: OffloadGroup, platform: Platform, timeout: float) -> None:
+    """Makes the group's own communicator, once, and warms it up. Collective over the world."""
+    if group.gather is not None or group.size == 1:
+        return
+    mine, _ = dist.new_subgroups_by_enumeration(
+        [list(row) for row in group.key[0]], timeout=timedelta(seconds=timeout), backend=platform.backend
+    )
+    gather = InPlaceGather(mine)
+    gather.check(platform.device)
+    group.gather = gather

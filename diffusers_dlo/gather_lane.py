@@ -1,0 +1,218 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns passes: what ranks that gather blocks from shards agree on, and the lap that follows. Asking (`_agree`), driving
+(`_reach`, `_fetch_ahead`) and finishing (`finish`) a lap are separate steps.
+
+[Note: Pass]
+    In a gathered lane collectives happen only inside a pass, in the lap's order, on every rank. A pass starts by
+    agreement and runs one lap of one component: the blocks of its order that the last lap left out, then the first
+    `num_slots - 1` again for the next pass. Within a lap no rank leaves out a fetch: a block that its model skips is
+    fetched and overwritten, and one that lies behind the lap asks for another pass. The lap is a function of what was
+    agreed (component, order, and what the ring holds), and that is compared at the agreement: two ranks that would
+    gather different blocks raise before a byte moves. A fetch that was interrupted in the middle leaves the group's
+    order unknown, so the lane refuses to go on rather than guess.
+
+[Note: Order]
+    The order is that of registration at first. A rank proposes the order it saw in its first complete pass, without
+    the blocks it did not visit; when all ranks propose the same, it is adopted. Whoever needs a block that the order
+    lacks asks for the full order, which then stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .device.platform import Platform
+from .device.ring import BlockViews, Slot
+from .distributed.group import OffloadGroup
+from .lane import Lane, copy_extents
+from .units import Component, Counters, Unit
+
+
+@dataclass
+class Lap:
+    """One turn through a component's blocks: the blocks still to fetch, in order."""
+
+    component: Component
+    blocks: tuple[int, ...]
+    position: int = 0
+
+    @property
+    def remaining(self) -> tuple[int, ...]:
+        """Blocks not fetched yet."""
+        return self.blocks[self.position :]
+
+
+class GatherLane(Lane):
+    """Blocks come in shards and are gathered, in passes that all ranks of the group do together ([Note: Pass])."""
+
+    transfer = "all_gather"
+
+    def __init__(self, platform: Platform, counters: Counters, group: OffloadGroup) -> None:
+        super().__init__(platform, counters, group.rank, group.size)
+        self._group = group
+        self._comm = platform.new_stream(high_priority=True)
+        self._lap: Lap | None = None
+        self._ahead: tuple[tuple[str, int], ...] = ()
+        self._passes = 0
+        self._broken: str | None = None
+
+    def finish(self) -> None:
+        if self._lap is None:
+            return
+        self._check()
+        while self._lap.remaining:
+            self._fetch_next()
+        component = self._lap.component
+        self._ahead = tuple((component.name, block) for block in component.order[: self._count_ahead(component)])
+        self._lap = None
+
+    def join(self) -> None:
+        """
+        Says goodbye, and does the transfers of the passes that other ranks still ask for, until all have said it.
+
+        Raises:
+            `RuntimeError`: a rank is gone or late; the message names it.
+        """
+        self.finish()
+        while self._broken is None:
+            try:
+                replies = self._group.control.exchange("bye", passes=self._passes)
+            except RuntimeError as error:
+                self._broken = str(error)
+                raise
+            if not any(reply["kind"] == "pass" for reply in replies):
+                self._check_kinds(replies)
+                return
+            self._grant(replies)
+            self.counters.ghost_passes += 1
+            self.finish()
+
+    def _drop_ring(self) -> None:
+        self._lap = None
+        self._ahead = ()
+        super()._drop_ring()
+
+    def _reach(self, component: Component, block: Unit) -> Slot:
+        assert self.ring is not None
+        self._check()
+        while True:
+            lap = self._lap
+            if lap is not None and lap.component is component:
+                slot = self.ring.find(component.name, block.index)
+                if slot is not None:
+                    return slot
+                if block.index in lap.remaining:
+                    self._fetch_next()
+                    continue
+            self.finish()
+            self._begin(component, block)
+
+    def _fetch_ahead(self, component: Component, block: Unit, slot: Slot) -> None:
+        assert self.ring is not None and self._lap is not None
+        while self._lap.remaining and not self.ring.next_slot.holds:
+            self._fetch_next()
+
+    def _fetch_next(self) -> None:
+        lap = self._lap
+        assert lap is not None
+        block = lap.component.blocks[lap.blocks[lap.position]]
+        try:
+            self._fetch(block)
+        except RuntimeError as error:
+            if self._issuing:  # the collective itself failed, so ranks may differ in what they did
+                self._broken = f"the fetch of {block} failed on rank {self.rank} ({error})"
+                raise RuntimeError(f"{self._broken}. Look for the traceback of another rank first.") from error
+            raise
+        lap.position += 1
+
+    def _transfer(self, slot: Slot, views: BlockViews) -> None:
+        self.platform.submit(self._copy, lambda: copy_extents(views), after=(slot.free,), record=slot.arrived)
+        gather = self._group.gather
+        if gather is None:
+            self.platform.submit(self._comm, _nothing, after=(slot.arrived,), record=slot.ready)
+            return
+        self.platform.submit(
+            self._comm, lambda: gather(views.image, views.shard), after=(slot.arrived,), record=slot.ready
+        )
+        self.counters.gather_nbytes += views.image.numel() - views.shard.numel()
+
+    def _begin(self, component: Component, block: Unit) -> None:
+        """Asks for a pass of `component` until it is granted; passes of others are done for them meanwhile."""
+        while self._agree(component, full=block.index not in component.order) is not component:
+            self.counters.ghost_passes += 1
+            self.finish()
+        self.counters.passes += 1
+
+    def _agree(self, component: Component, full: bool) -> Component:
+        try:
+            replies = self._group.control.exchange(
+                "pass",
+                passes=self._passes,
+                component=component.name,
+                full=full,
+                proposal=component.proposal,
+                state=[self.ring.seq if self.ring else 0, *map(list, self._ahead)],
+            )
+        except RuntimeError as error:
+            self._broken = str(error)
+            raise
+        return self._grant(replies)
+
+    def _grant(self, replies: Sequence[dict]) -> Component:
+        """
+        Which component the ranks agreed to run, from what all of them said; opens its lap. That of the first asking
+        rank, counted from `pass number mod N` upward, so that everyone who asks is served within N passes.
+        """
+        self._check_kinds(replies)
+        asking = [(rank, reply) for rank, reply in enumerate(replies) if reply["kind"] == "pass"]
+        if any(reply["passes"] != self._passes for reply in replies) or any(
+            reply["state"] != asking[0][1]["state"] for _, reply in asking
+        ):
+            self._broken = f"ranks disagree on the passes so far: {[dict(r) for r in replies]}"
+            self._check()
+        _, first = min(asking, key=lambda item: (item[0] - self._passes) % self.size)
+        component = self.components[first["component"]]
+        same = [reply for _, reply in asking if reply["component"] == component.name]
+        proposal = same[0]["proposal"]
+        if any(reply["full"] for reply in same):
+            component.adopt(component.full_order)
+        elif proposal is not None and len(same) == self.size and all(r["proposal"] == proposal for r in same):
+            component.adopt(tuple(proposal))
+        self._passes += 1
+        self._open(component)
+        return component
+
+    def _check_kinds(self, replies: Sequence[dict]) -> None:
+        for rank, reply in enumerate(replies):
+            if reply["kind"] not in ("pass", "bye"):
+                raise RuntimeError(
+                    f"rank {rank} is at '{reply['kind']}' while rank {self.rank} computes. Enabling and disabling are "
+                    "done by all ranks together, between forwards."
+                )
+
+    def _open(self, component: Component) -> None:
+        held = 0
+        while held < min(len(self._ahead), len(component.order)) and self._ahead[held] == (
+            component.name,
+            component.order[held],
+        ):
+            held += 1
+        tail = component.order[: self._count_ahead(component)]
+        self._lap = Lap(component, component.order[held:] + tail)
+
+    def _count_ahead(self, component: Component) -> int:
+        return min(self.num_slots - 1, len(component.order))
+
+    def _recover(self, block: Unit) -> None:
+        self._broken = f"a fetch was interrupted before that of {block}, so rank {self.rank} does not know the order"
+        self._check()
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(f"Streaming by all_gather has stopped: {self._broken}. Start all ranks again.")
+
+
+def _nothing() -> None:
+    return None

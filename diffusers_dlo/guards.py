@@ -1,0 +1,184 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns what stands between users and weights that are not there: methods that would read, cast or save placeholders are
+served from the host store or refused with a reason, and operations on a placeholder are noticed. Must not move
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from .tensor_utils import ManagedTensor
+from .units import Component, Unit
+
+
+_REFUSED_ON_MODEL = {
+    "fuse_qkv_projections": "it would fuse placeholders. Fuse before enabling",
+    "unfuse_qkv_projections": "the fused weights are streamed. Disable first",
+    "fuse_lora": "it would add to weights that are not on the device. Fuse before enabling",
+    "unfuse_lora": "it would change weights that are not on the device. Disable first",
+    "enable_group_offload": "both would move the same weights. Use one of them",
+    "enable_layerwise_casting": "it would cast weights in the slots. Use one of them",
+    "load_state_dict": "it would load into placeholders. Disable first, or load before enabling",
+    "__deepcopy__": "the copy would hold placeholders. Disable first",
+}
+_REFUSED_ON_PIPELINE = {
+    "enable_model_cpu_offload": "the pipeline's models are placed already",
+    "enable_sequential_cpu_offload": "both would move the same weights",
+    "enable_group_offload": "both would move the same weights",
+    "fuse_lora": "it would add to weights that are not on the device. Fuse before enabling",
+    "unfuse_lora": "it would change weights that are not on the device",
+    "fuse_qkv_projections": "it would fuse placeholders. Fuse before enabling",
+}
+
+
+class Guards:
+    """
+    The guards on one component, all taken back together.
+
+    Args:
+        component (`Component`): its state.
+        root (`nn.Module`): the component's module.
+        device (`torch.device`): the onload device.
+    """
+
+    def __init__(self, component: Component, root: nn.Module, device: torch.device) -> None:
+        self._shadows: list[tuple[nn.Module, str]] = []
+        self._handles: list[RemovableHandle] = []
+        for name, reason in _REFUSED_ON_MODEL.items():
+            if name == "__deepcopy__" or callable(getattr(root, name, None)):
+                self._shadow(root, name, _refusal(f"'{component.name}'", name, reason))
+        owned: dict[int, tuple[nn.Module, list[tuple[str, Unit, int, ManagedTensor]]]] = {}
+        for unit in component.units:
+            for index, tensor in enumerate(unit.tensors):
+                for owner in tensor.owners:
+                    entry = owned.setdefault(id(owner.module), (owner.module, []))
+                    entry[1].append((owner.attribute, unit, index, tensor))
+        everything = [tensor for unit in component.units for tensor in unit.tensors]
+        self._shadow(root, "_apply", _apply_guard(component.name, root, everything, device, is_root=True))
+        for module, entries in owned.values():
+            if module is not root:
+                tensors = [tensor for *_, tensor in entries]
+                self._shadow(module, "_apply", _apply_guard(component.name, module, tensors, device, is_root=False))
+            self._handles.append(module.register_state_dict_post_hook(_serve_state_dict(component.name, entries)))
+
+    def remove(self) -> None:
+        """Takes every guard back. Idempotent."""
+        while self._shadows:
+            module, name = self._shadows.pop()
+            vars(module).pop(name, None)
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _shadow(self, module: nn.Module, name: str, replacement: Callable) -> None:
+        # An instance attribute, which is found before the class's method; classes stay as they are.
+        object.__setattr__(module, name, replacement)
+        self._shadows.append((module, name))
+
+
+class PipelineGuards:
+    """The refusals on a pipeline object, taken back together."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+        self._names = [name for name in _REFUSED_ON_PIPELINE if callable(getattr(pipeline, name, None))]
+        for name in self._names:
+            object.__setattr__(pipeline, name, _refusal("this pipeline", name, _REFUSED_ON_PIPELINE[name]))
+
+    def remove(self) -> None:
+        """Takes every refusal back. Idempotent."""
+        while self._names:
+            vars(self._pipeline).pop(self._names.pop(), None)
+
+
+def _refusal(what: str, name: str, reason: str) -> Callable:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError(f"'{name}' is refused while {what} is offloaded by layers: {reason}.")
+
+    return refuse
+
+
+def _apply_guard(
+    name: str, module: nn.Module, tensors: Sequence[ManagedTensor], device: torch.device, is_root: bool
+) -> Callable:
+    """
+    A stand-in for `nn.Module._apply`, through which `.to`, `.cuda`, `.half` and their like all go. A change of a
+    managed dtype is refused. A move between devices leaves managed weights where the offload put them, and moves the
+    rest.
+    """
+    original = type(module)._apply
+    dtypes = sorted({tensor.born.dtype for tensor in tensors}, key=str)
+    managed = {id(tensor.born) for tensor in tensors}
+
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for dtype in dtypes:
+            if fn(torch.empty(1, dtype=dtype, device=device)).dtype != dtype:
+                raise ValueError(
+                    f"'{name}' is offloaded by layers, and changing its dtype would cast placeholders. Cast before "
+                    "enabling, or load with the dtype you want."
+                )
+        if is_root:
+            return original(module, fn, recurse)
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        with torch.no_grad():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and id(tensor) not in managed:
+                    tensor.data = fn(tensor)
+        return module
+
+    return apply
+
+
+def _serve_state_dict(name: str, entries: list[tuple[str, Unit, int, ManagedTensor]]) -> Callable:
+    """
+    A `state_dict` hook that puts in managed tensors from the host store; without a copy, and not to be written to.
+    """
+
+    def serve(module: nn.Module, state_dict: dict, prefix: str, local_metadata: Mapping) -> None:
+        for attribute, unit, index, tensor in entries:
+            key = prefix + attribute
+            if key not in state_dict or tensor.kept:
+                continue
+            value = unit.store.view(unit.key, unit.layout.tensors[index])
+            if value is None:
+                raise RuntimeError(
+                    f"'{key}' of '{name}' is not whole on any one rank: its host store is 'pinned', with a shard on "
+                    'each. Enable with host="packed", or disable before saving.'
+                )
+            state_dict[key] = value
+
+    return serve
+
+
+class PlaceholderGuard(TorchDispatchMode):
+    """
+    Raises when an operation reads the placeholder of a managed tensor, naming it. NaNs are no reliable alarm: a
+    comparison swallows them, an integer has none.
+    """
+
+    def __init__(self, component: Component) -> None:
+        super().__init__()
+        self._component = component
+        self._tensors = [tensor for unit in component.units for tensor in unit.tensors]
+        self._storages = {tensor.placeholder.untyped_storage()._cdata: tensor for tensor in self._tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+                found = self._storages.get(leaf.untyped_storage()._cdata)
+                if found is not None:
+                    raise RuntimeError(
+                        f"'{found.name}' of '{self._component.name}' was read outside its block's turn (by {func}), "
+                        "when its weights are not on the device. Name the ModuleLists that can stream with "
+                        "blocks=[...], or leave this component out with components=[...]."
+                    )
+        return func(*args, **(kwargs or {}))

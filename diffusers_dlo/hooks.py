@@ -1,0 +1,225 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns the forward hooks that drive the engine: on blocks, on leaves, on a component's root, and on submodules of a block
+that are called outside its turn. Torch forward hooks and not diffusers' registry, which does not run them when forward
+raises and breaks `fullgraph` compilation; the registry carries an inert marker, so that diffusers' own tools see us.
+Must not hold weights, nor decide what is fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from .engine import Engine
+from .guards import PlaceholderGuard
+from .tensor_utils import iter_tensors
+from .units import Component, Unit
+from .validation import refuse_foreign_hooks
+
+
+MARKER = "distributed_layerwise_offload"
+
+
+class DistributedLayerwiseOffloadHook(ModelHook):
+    """
+    An inert entry in a model's `HookRegistry`: it shows in its `repr`, and removing it (`remove_hook(MARKER)`)
+    disables the offload. Weights are moved by forward hooks, never here.
+    """
+
+    def __init__(self, on_removal: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_removal = on_removal
+
+    def deinitalize_hook(self, module: nn.Module) -> nn.Module:
+        """What diffusers calls when the hook is removed."""
+        self._on_removal()
+        return module
+
+
+class ComponentHooks:
+    """
+    The hooks of one component, all removed together.
+
+    Args:
+        engine (`Engine`): what they drive.
+        component (`Component`): its state.
+        root (`nn.Module`): the component's module.
+        modules (`list[nn.Module]`): the module of each of the component's units, in the same order.
+        on_removal (`Callable`): called when somebody removes the marker from the registry.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        component: Component,
+        root: nn.Module,
+        modules: list[nn.Module],
+        on_removal: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._component = component
+        self._root = root
+        self._handles: list[RemovableHandle] = []
+        self._units_of = {
+            id(m): u for unit, u in zip(modules, component.units) for m in unit.modules() if m is not unit
+        }
+        self._hooked: set[int] = set()
+        self._first: _FirstForward | None = None
+        self._checked = False
+        self._entered: tuple[nn.Module, set[int]] | None = None
+        self._watched = (root, *modules)
+        for module, unit in zip(modules, component.units):
+            self._attach(module, unit)
+        for entry in _entries(root, modules):
+            self._attach_entry(entry)
+        HookRegistry.check_if_exists_or_initialize(root).register_hook(
+            DistributedLayerwiseOffloadHook(on_removal), MARKER
+        )
+
+    def remove(self) -> None:
+        """Takes every hook off; real weights are put back by the caller. Idempotent."""
+        self._end_first()
+        while self._handles:
+            self._handles.pop().remove()
+        _remove_marker(self._root)
+
+    def _attach(self, module: nn.Module, unit: Unit) -> None:
+        engine = self._engine
+        trainable = any(tensor.born.requires_grad for tensor in unit.tensors)
+
+        # Disabled *directly*, which is what lets torch.compile(fullgraph=True) step around them without a break.
+        @torch.compiler.disable
+        def pre(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if torch.is_grad_enabled():
+                _refuse_grad(unit, trainable or any(t.requires_grad for t in iter_tensors((args, kwargs))))
+            engine.acquire(unit)
+
+        @torch.compiler.disable
+        def post(module: nn.Module, args: tuple, output: Any) -> None:
+            engine.release(unit)
+            if torch.is_grad_enabled():  # an adapter in the block may train where its inputs need no gradient
+                _refuse_grad(unit, any(t.requires_grad for t in iter_tensors(output)))
+
+        self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+        # always_call: a block that raises is released too.
+        self._handles.append(module.register_forward_hook(post, always_call=True))
+        self._hooked.add(id(module))
+
+    def _attach_entry(self, module: nn.Module) -> None:
+        """
+        Marks where a forward of the component begins and ends: usually its root, but some pipelines call a model
+        inside
+        it (a text encoder's decoder). The outermost of those called counts.
+        """
+        inner = {id(m) for m in module.modules() if m is not module}
+
+        @torch.compiler.disable
+        def pre(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            # One left by a KeyboardInterrupt, after which torch runs no hooks, does not enclose what is called next.
+            if self._entered is None or id(module) not in self._entered[1]:
+                self._end_first()
+                self._check_alone()
+                self._engine.enter(self._component)
+                self._entered = (module, inner)
+                self._begin_first()
+
+        @torch.compiler.disable
+        def post(module: nn.Module, args: tuple, output: Any) -> None:
+            if self._entered is not None and self._entered[0] is module:
+                self._entered = None
+                self._end_first()
+                self._checked |= output is not None
+                self._engine.leave(self._component, complete=output is not None)
+
+        self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(post, always_call=True))
+
+    def _check_alone(self) -> None:
+        """Functions such as `apply_group_offloading` cannot be guarded, so what they leave behind is looked for."""
+        for module in self._watched:
+            attributes = vars(module)
+            if "_hf_hook" in attributes or "_diffusers_hook" in attributes:
+                refuse_foreign_hooks(module, self._component.name)
+
+    # The first forward of a component looks for weights that are used outside their block's turn.
+
+    def _begin_first(self) -> None:
+        compiled = any(module._compiled_call_impl is not None for module in self._root.modules())
+        if not self._checked and not compiled and not torch.compiler.is_compiling():
+            self._first = _FirstForward(self._component, self._acquire_submodule)
+
+    def _end_first(self) -> None:
+        # Also reached by the next forward: torch runs no hook after a KeyboardInterrupt.
+        if self._first is not None:
+            self._first.close()
+            self._first = None
+
+    def _acquire_submodule(self, module: nn.Module) -> None:
+        """A module is about to be called: if it is part of a block that is not, it acquires that block from now on."""
+        unit = self._units_of.get(id(module))
+        if unit is None or unit.held or id(module) in self._hooked:
+            return
+        self._attach(module, unit)
+        self._engine.acquire(unit)  # the hook just added takes part from the next call on; its counterpart in this one
+
+
+class _FirstForward:
+    """What is active during the first forward: a global hook on module calls, and the guard on placeholders."""
+
+    def __init__(self, component: Component, on_call: Callable[[nn.Module], None]) -> None:
+        self._handle = register_module_forward_pre_hook(lambda module, args: on_call(module))
+        self._guard = PlaceholderGuard(component)
+        self._guard.__enter__()
+
+    def close(self) -> None:
+        self._guard.__exit__(None, None, None)
+        self._handle.remove()
+
+
+def _refuse_grad(unit: Unit, needs_grad: bool) -> None:
+    if needs_grad:
+        raise RuntimeError(
+            f"{unit} was called with gradients enabled; its weights leave the device after the call, so a backward "
+            "pass would be wrong. Run it under torch.no_grad() or torch.inference_mode()."
+        )
+
+
+def _entries(root: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """The modules that enclose units and can be called: the root, and models inside it."""
+    wanted = {id(unit) for unit in units}
+    return [
+        module
+        for module in root.modules()
+        if id(module) not in wanted
+        and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        and (module is root or any(id(m) in wanted for m in module.modules()))
+    ]
+
+
+def _remove_marker(root: nn.Module) -> None:
+    """
+    Takes the marker out of the registry. A hook that was registered after it and replaces forward calls what lies
+    under it through `original_forward`, which the registry does not mend on removal; we do.
+    """
+    registry = getattr(root, "_diffusers_hook", None)
+    if registry is None or registry.get_hook(MARKER) is None:
+        return
+    index = registry._hook_order.index(MARKER)
+    under = registry._fn_refs[index].forward
+    over = registry._fn_refs[index + 1 :][:1]
+    replaced = [(ref, ref.forward) for ref in over if ref.original_forward is not None]
+    registry.hooks[MARKER]._on_removal = _nothing
+    registry.remove_hook(MARKER, recurse=False)
+    for ref, forward in replaced:
+        ref.forward, ref.original_forward = forward, under
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,77 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns the pinned store: page-locked memory of this rank alone, with its shard of each block, or whole blocks where the
+plan has the rank copy them whole. For devices that cannot register memory they did not allocate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..device.platform import Platform
+from ..offload_plan import OffloadPlan
+from .store import Extent, HostStore, copy_range
+
+
+_CHUNK_NBYTES = 256 << 20
+"""Pinned allocators round up to a power of two: chunks of one waste nothing, and the last is cut to what is left."""
+
+
+class PinnedStore(HostStore):
+    """
+    This rank's part of the weights in page-locked chunks; a part may straddle two chunks, and is then two extents.
+    """
+
+    kind = "pinned"
+
+    def __init__(self, plan: OffloadPlan, rank: int, platform: Platform) -> None:
+        super().__init__(plan, rank)
+        self._starts: list[int] = []
+        end = 0
+        for unit, layout in enumerate(self.layouts):
+            self._starts.append(end)
+            end += layout.padded_nbytes(1) if self.whole[unit] else layout.shard_nbytes(plan.group_size)
+        self._chunks: list[torch.Tensor] = []
+        for start in range(0, end, _CHUNK_NBYTES):
+            self._chunks.append(platform.pinned_empty(min(_CHUNK_NBYTES, end - start)))
+
+    @property
+    def private_nbytes(self) -> int:
+        return sum(chunk.numel() for chunk in self._chunks)
+
+    @property
+    def shared_nbytes(self) -> int:
+        return 0
+
+    def extents(self, unit: int) -> list[Extent]:
+        start, layout = self._starts[unit], self.layouts[unit]
+        stop = start + (layout.padded_nbytes(1) if self.whole[unit] else layout.shard_nbytes(self.plan.group_size))
+        found, position = [], start
+        while position < stop:
+            chunk, offset = divmod(position, _CHUNK_NBYTES)
+            count = min(stop - position, _CHUNK_NBYTES - offset)
+            found.append(Extent(position - start, self._chunks[chunk][offset : offset + count]))
+            position += count
+        return found
+
+    def image(self, unit: int) -> torch.Tensor | None:
+        if not self.whole[unit] and self.plan.group_size > 1:
+            return None
+        extents = self.extents(unit)
+        return extents[0].source if len(extents) == 1 else torch.cat([extent.source for extent in extents])
+
+    def private_image(self, unit: int) -> torch.Tensor | None:
+        image = self.image(unit)
+        # A copy: the chunks are page-locked, and go back block by block only if nothing points into them.
+        return None if image is None else image.clone()
+
+    def write(self, unit: int, tensors: Sequence[torch.Tensor]) -> None:
+        layout = self.layouts[unit]
+        base = 0 if self.whole[unit] else self.rank * layout.shard_nbytes(self.plan.group_size)
+        for offset, source in self.extents(unit):
+            copy_range(layout, tensors, base + offset, source)
+
+    def close(self) -> None:
+        self._chunks = []

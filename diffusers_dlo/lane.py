@@ -1,0 +1,222 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns the part of the state machine that all kinds of transfer share: which block is in which slot, holding it while it
+computes, and fetching. Must not decide what is fetched next, nor touch modules: it points tensors.
+
+[Note: Slot reuse]
+    A fetch into a slot waits, on the copy stream, for the slot's `free` event: the release of the block that last used
+    it, recorded on whatever stream that block computed on. Computing waits for the slot's `ready` event, recorded
+    after the gather (after the copy, where there is none). The host waits for neither. Fetches go by running number,
+    and one is issued only when the *next different* block has been acquired: by then the release before it is in
+    stream order, and a block that is called twice in a row costs nothing. A slot is held, not a block, and a held slot
+    is never taken. What a slot holds is read off its stamp, so an exception, a skipped block or an odd count cannot
+    make a stale slot look right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .device.platform import Platform
+from .device.ring import BlockViews, Ring, Slot
+from .units import Component, Counters, Unit
+
+
+class Lane:
+    """
+    The blocks that share a ring, and the rule by which they come into it. This class has what both kinds of transfer
+    share: slots, holding, fetching.
+
+    Args:
+        platform (`Platform`): streams and events of the onload device.
+        counters (`Counters`): what is moved is added to it.
+        rank (`int`), size (`int`): this rank's shard of each block, and of how many.
+    """
+
+    transfer: str
+
+    def __init__(self, platform: Platform, counters: Counters, rank: int = 0, size: int = 1) -> None:
+        self.platform = platform
+        self.counters = counters
+        self.rank = rank
+        self.size = size
+        self.ring: Ring | None = None
+        self.num_slots = 2
+        self.components: dict[str, Component] = {}
+        self._copy = platform.new_stream()
+        self._issuing = False
+
+    # Membership
+
+    def add(self, component: Component, num_slots: int) -> None:
+        """Takes a component in; the ring grows to hold its largest block. No lap may be open."""
+        self.finish()
+        self.components[component.name] = component
+        self.num_slots = max(self.num_slots, num_slots)
+        if self.transient:
+            self._drop_ring()
+        else:
+            self._fit_ring()
+
+    def remove(self, component: Component) -> None:
+        """Lets a component go, with the ring if it was the last. Tolerates one that never came in."""
+        if self.components.pop(component.name, None) is None:
+            return
+        self._let_go(component.units)
+        for unit in component.units:
+            unit.views = []
+        self._drop_ring()
+        if self.components and not self.transient:
+            self._fit_ring()
+
+    @property
+    def transient(self) -> bool:
+        """Whether the ring exists only while a component runs."""
+        return all(component.plan.transient for component in self.components.values())
+
+    @property
+    def device_nbytes(self) -> int:
+        """Device bytes of the slots that exist now."""
+        return self.ring.nbytes if self.ring is not None else 0
+
+    def _fit_ring(self) -> None:
+        blocks = [block for component in self.components.values() for block in component.blocks]
+        slot_nbytes = max(block.layout.padded_nbytes(self.size) for block in blocks)
+        if self.ring is None or self.ring.slot_nbytes < slot_nbytes or len(self.ring.slots) < self.num_slots:
+            self._drop_ring()
+            self.ring = Ring(self.platform, self.num_slots, slot_nbytes)
+            for block in blocks:
+                block.views = []
+        for block in blocks:
+            if not block.views:
+                block.views = self.ring.views(block.layout, block.extents, self.size, self.rank)
+
+    def _drop_ring(self) -> None:
+        self._let_go(unit for component in self.components.values() for unit in component.blocks)
+        for component in self.components.values():
+            for block in component.blocks:
+                block.views = []
+        if self.ring is not None:
+            self.ring.close()
+            self.ring = None
+
+    # What hooks call
+
+    def enter(self, component: Component) -> None:
+        """A forward of the component begins. What an interrupted one left held is let go first."""
+        self._let_go(component.units)
+        component.trace = {}
+        if self.ring is None:
+            self._fit_ring()
+
+    def acquire(self, block: Unit) -> None:
+        """Makes a block's tensors readable on the current stream, and fetches ahead."""
+        if block.held:
+            block.holds += 1
+            return
+        if self.ring is None:
+            self._fit_ring()
+        assert self.ring is not None
+        component = self.components[block.component]
+        slot = self._reach(component, block)
+        slot.holds += 1
+        try:
+            self._fetch_ahead(component, block, slot)
+        except BaseException:
+            slot.holds -= 1
+            raise
+        self.platform.compute_wait(slot.ready)
+        block.point(block.views[slot.index].tensors)
+        block.slot = slot
+        block.holds = 1
+        component.trace.setdefault(block.index)
+
+    def release(self, block: Unit) -> None:
+        """The block has been computed. Tolerates a block that is not held: a hook also runs after a failed acquire."""
+        if block.holds > 1:
+            block.holds -= 1
+        elif block.holds == 1:
+            self._let_go([block])
+
+    def leave(self, component: Component, complete: bool) -> None:
+        """A forward of the component has ended, or raised."""
+        self._let_go(component.units)
+        if complete:
+            component.propose()
+        if self.transient:
+            self._drop_ring()
+        else:
+            self.finish()
+
+    def finish(self) -> None:
+        """Completes the open lap, if there is one."""
+
+    def _let_go(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if unit.slot is not None:
+                unit.unpoint()
+                self.platform.compute_record(unit.slot.free)
+                unit.slot.holds -= 1
+                unit.slot = None
+            unit.holds = 0
+
+    # Fetching
+
+    def _reach(self, component: Component, block: Unit) -> Slot:
+        """The slot that holds `block`, once it has been fetched."""
+        raise NotImplementedError
+
+    def _fetch_ahead(self, component: Component, block: Unit, slot: Slot) -> None:
+        """Fetches what comes after `block` into the slots that are free for it."""
+        raise NotImplementedError
+
+    def _fetch(self, block: Unit) -> Slot:
+        """
+        Brings a block into the next slot: this rank's shard over its link, then the others' ([Note: Slot reuse]).
+        """
+        assert self.ring is not None
+        if self._issuing:
+            self._recover(block)
+        self._issuing = True
+        if self.ring.next_slot.holds:
+            self._issuing = False
+            raise RuntimeError(
+                f"{block} needs a slot, but all {len(self.ring.slots)} hold blocks that are computing, one inside the "
+                f"other. Raise 'num_slots' to {len(self.ring.slots) + 1}."
+            )
+        slot = self.ring.take(block.component, block.index)
+        views = block.views[slot.index]
+        self._transfer(slot, views)
+        self.counters.fetches += 1
+        self.counters.h2d_nbytes += views.h2d_nbytes
+        self._issuing = False
+        return slot
+
+    def _transfer(self, slot: Slot, views: BlockViews) -> None:
+        self.platform.submit(self._copy, lambda: copy_extents(views), after=(slot.free,), record=slot.ready)
+
+    def _recover(self, block: Unit) -> None:
+        """A fetch was interrupted in the middle. Alone, forget what the slots hold and go on."""
+        assert self.ring is not None
+        self.platform.synchronize()
+        self.ring.forget()
+        self._issuing = False
+
+    def read(self, block: Unit) -> torch.Tensor:
+        """A block's whole image on the CPU, `(nbytes,)` of `uint8`, by way of a slot."""
+        if self.ring is None:
+            self._fit_ring()
+        assert self.ring is not None
+        slot = self._fetch(block)
+        self.platform.compute_wait(slot.ready)
+        image = block.views[slot.index].image[: block.layout.nbytes].to("cpu", copy=True)
+        self.platform.compute_record(slot.free)
+        return image
+
+
+def copy_extents(views: BlockViews) -> None:
+    """Queues the copies of one block's extents."""
+    for target, source in views.copies:
+        target.copy_(source, non_blocking=True)

@@ -1,0 +1,329 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns the plan: where each tensor lies in its block's byte image, how images are cut into shards, the streaming order
+and the bytes that follow. Pure: works on a meta model and imports no devices and no process groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from diffusers.utils.torch_utils import unwrap_module
+from torch import nn
+
+from .block_discovery import Selection, discover_blocks, select_components
+from .config import DistributedLayerwiseOffloadConfig
+from .tensor_utils import OwnedTensor, nbytes_of, owned_tensors, partition_tensors
+from .validation import validate_blocks_option
+
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+
+ALIGNMENT = 256
+"""Bytes. Every tensor of an image, and every shard, begins at a multiple of it: what device allocators give, and
+enough for the results of a vectorised kernel not to depend on where a weight lies."""
+
+
+def align(nbytes: int) -> int:
+    """`nbytes` rounded up to `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Where one tensor lies in its block's image: `offset` and `nbytes` in bytes, `shape` and `stride` in elements."""
+
+    name: str
+    kind: str
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The byte image of one block, or of a leaf that is fetched on demand: `nbytes` without the padding at its end."""
+
+    name: str
+    nbytes: int
+    tensors: tuple[TensorLayout, ...]
+    is_leaf: bool = False
+
+    def shard_nbytes(self, group_size: int) -> int:
+        """Bytes of a rank's equal share of the padded image."""
+        return align(-(-self.nbytes // group_size))
+
+    def padded_nbytes(self, group_size: int) -> int:
+        """Bytes of the image once padded to `group_size` equal shards."""
+        return self.shard_nbytes(group_size) * group_size
+
+    @cached_property
+    def digest(self) -> str:
+        """A short digest of everything in this layout."""
+        return hashlib.sha256(self.describe().encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """This layout as text, one tensor a line: what ranks compare."""
+        lines = [f"block '{self.name}' {self.nbytes} bytes{' (leaf)' if self.is_leaf else ''}"]
+        lines += [f"  {t.name} {t.kind} at {t.offset} {t.dtype} {t.shape} stride {t.stride}" for t in self.tensors]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ComponentPlan:
+    """One streamed component: its blocks in streaming order, its leaves, and the bytes it keeps on the device."""
+
+    name: str
+    class_name: str
+    transfer: str
+    blocks: tuple[BlockLayout, ...]
+    leaves: tuple[BlockLayout, ...]
+    resident_nbytes: int
+    transient: bool = False
+    "Whether its slots exist only while the component runs (a text encoder beside a gathered transformer)."
+
+    @property
+    def streamed_nbytes(self) -> int:
+        """Bytes of all blocks, without padding."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def largest_block(self) -> BlockLayout:
+        """The block that sets the size of a slot."""
+        return max(self.blocks, key=lambda block: block.nbytes)
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """What is streamed, what stays, and what it takes. `print(plan)` shows it as a table."""
+
+    components: tuple[ComponentPlan, ...]
+    placed: tuple[tuple[str, str, int], ...]
+    "Components that stay on the device whole: name, class, bytes."
+    group_size: int
+    num_slots: int
+    host: str = "auto"
+
+    @property
+    def blocks(self) -> list[BlockLayout]:
+        """Every streamed block, in streaming order."""
+        return [block for component in self.components for block in component.blocks]
+
+    @property
+    def units(self) -> list[tuple[ComponentPlan, BlockLayout]]:
+        """Every block and leaf with its component: what a host store holds, in this order."""
+        return [(c, unit) for c in self.components for unit in (*c.blocks, *c.leaves)]
+
+    @property
+    def streamed_nbytes(self) -> int:
+        """Bytes of all blocks, without padding."""
+        return sum(component.streamed_nbytes for component in self.components)
+
+    def shards(self, component: ComponentPlan) -> int:
+        """In how many shards the blocks of `component` cross the host link."""
+        return self.group_size if component.transfer == "all_gather" else 1
+
+    def slot_nbytes(self, transfer: str) -> int:
+        """Bytes of one slot of the ring for `transfer`: the largest block, padded."""
+        sizes = [
+            block.padded_nbytes(self.shards(c))
+            for c in self.components
+            if c.transfer == transfer
+            for block in c.blocks
+        ]
+        return max(sizes, default=0)
+
+    @property
+    def device_slot_nbytes(self) -> int:
+        """Device bytes of all slots, transient ones included."""
+        return self.num_slots * sum(self.slot_nbytes(transfer) for transfer in ("all_gather", "local"))
+
+    @property
+    def device_resident_nbytes(self) -> int:
+        """Device bytes of the weights that are never streamed."""
+        return sum(c.resident_nbytes for c in self.components) + sum(nbytes for _, _, nbytes in self.placed)
+
+    def whole_on_rank(self, component: ComponentPlan, unit: BlockLayout) -> bool:
+        """Whether a rank copies this unit whole, and not a shard of it."""
+        return unit.is_leaf or self.shards(component) == 1
+
+    @property
+    def host_nbytes_per_rank(self) -> int:
+        """
+        Host bytes that one rank accounts for: an equal part of the one copy per host with a packed store; with a
+        pinned one its shards, and every unit it copies whole.
+        """
+        if self.host == "pinned":
+            return sum(
+                unit.padded_nbytes(1) if self.whole_on_rank(c, unit) else unit.shard_nbytes(self.group_size)
+                for c, unit in self.units
+            )
+        return sum(unit.shard_nbytes(self.group_size) for _, unit in self.units)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the whole plan: equal on all ranks or nothing is committed."""
+        return hashlib.sha256("\n".join(self.summary_lines()).encode()).hexdigest()[:16]
+
+    def summary_lines(self) -> list[str]:
+        """One short line for each fact that ranks must share; a block stands as its name and digest."""
+        lines = [f"num_slots {self.num_slots}", f"group size {self.group_size}"]
+        for component in self.components:
+            lines.append(
+                f"component '{component.name}' {component.class_name} {component.transfer}"
+                f"{' transient' if component.transient else ''}"
+            )
+            lines += [f"{unit.name} {unit.digest}" for unit in (*component.blocks, *component.leaves)]
+        return lines
+
+    def __str__(self) -> str:
+        from .tables import render_plan
+
+        return render_plan(self)
+
+
+def plan_component(
+    name: str,
+    module: nn.Module,
+    block_names: Sequence[str] | None,
+    transfer: str,
+    transient: bool = False,
+) -> ComponentPlan:
+    """
+    The plan of one component. `module` may live on any device, also on meta; nothing of it is read but metadata.
+
+    Raises:
+        `ValueError`: no blocks, or a name in `block_names` that does not exist.
+    """
+    discovery = discover_blocks(module, block_names)
+    names = [*discovery.blocks, *discovery.leaves]
+    units = [*discovery.blocks.values(), *discovery.leaves.values()]
+    managed, resident = partition_tensors(module, units)
+    layouts = [
+        _layout(unit_name, owned, is_leaf=index >= len(discovery.blocks))
+        for index, (unit_name, owned) in enumerate(zip(names, managed))
+    ]
+    # A unit all of whose tensors stay on the device (shared, say) has nothing to stream.
+    return ComponentPlan(
+        name=name,
+        class_name=type(module).__name__,
+        transfer=transfer,
+        blocks=tuple(layout for layout in layouts if layout.tensors and not layout.is_leaf),
+        leaves=tuple(layout for layout in layouts if layout.tensors and layout.is_leaf),
+        resident_nbytes=nbytes_of(resident),
+        transient=transient,
+    )
+
+
+def _layout(name: str, tensors: Sequence[OwnedTensor], is_leaf: bool) -> BlockLayout:
+    layouts = []
+    offset = end = 0
+    for owned in tensors:
+        tensor = owned.tensor
+        nbytes = tensor.numel() * tensor.element_size()
+        layouts.append(
+            TensorLayout(
+                name=owned.name,
+                kind=owned.owners[0].kind,
+                offset=offset,
+                nbytes=nbytes,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                stride=tuple(tensor.stride()),
+            )
+        )
+        end = offset + nbytes
+        offset = align(end)
+    return BlockLayout(name, end, tuple(layouts), is_leaf)
+
+
+def build_plan(
+    selection: Selection, config: DistributedLayerwiseOffloadConfig, group_size: int, host: str | None = None
+) -> OffloadPlan:
+    """
+    The plan for chosen components. Text encoders are always `local`: they run once, on each rank for its own prompt.
+
+    Raises:
+        `ValueError`: as `plan_component`, or a `blocks` option that does not fit the components.
+    """
+    validate_blocks_option(config, selection.streamed)
+    transfer = config.transfer_for(group_size)
+    components = []
+    for name, module in selection.streamed.items():
+        is_encoder = name in selection.encoders and len(selection.encoders) < len(selection.streamed)
+        components.append(
+            plan_component(
+                name,
+                module,
+                config.blocks_of(name),
+                "local" if is_encoder else transfer,
+                transient=is_encoder and transfer != "local",
+            )
+        )
+    return OffloadPlan(
+        components=tuple(components),
+        placed=tuple((n, type(m).__name__, nbytes_of(owned_tensors(m))) for n, m in selection.placed.items()),
+        group_size=group_size,
+        num_slots=config.slots,
+        host=host or config.host,
+    )
+
+
+def plan_distributed_layerwise_offload(
+    module_or_pipeline: nn.Module | DiffusionPipeline,
+    config: DistributedLayerwiseOffloadConfig | None = None,
+    group_size: int = 1,
+    *,
+    components: Sequence[str] | None = None,
+) -> OffloadPlan:
+    r"""
+    What enabling would do, without doing it: no device, no process group, no weights read. `print` shows it as a
+    table.
+
+    Args:
+        module_or_pipeline (`torch.nn.Module` or `DiffusionPipeline`): may be on the meta device.
+        config (`DistributedLayerwiseOffloadConfig`, *optional*): as for enabling.
+        group_size (`int`, defaults to 1): how many ranks share the weights.
+        components (`Sequence[str]`, *optional*): as for enabling; for a pipeline only.
+
+    Raises:
+        `ValueError`: no blocks, a name that does not exist, a group size below 1.
+    """
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+        raise ValueError(f"'group_size' must be a number of ranks, 1 or more; got {group_size!r}.")
+    config = config if config is not None else DistributedLayerwiseOffloadConfig()
+    return build_plan(select(module_or_pipeline, config, components), config, group_size)
+
+
+get_offload_plan = plan_distributed_layerwise_offload
+
+
+def select(
+    module_or_pipeline: object, config: DistributedLayerwiseOffloadConfig, components: Sequence[str] | None
+) -> Selection:
+    """The components of a pipeline, or of a single module, which is then the component `model`."""
+    if isinstance(module_or_pipeline, nn.Module):
+        if components is not None:
+            raise ValueError("'components' belongs to a pipeline; a single module is one component.")
+        return Selection({"model": unwrap_module(module_or_pipeline)}, frozenset(), {})
+    named = getattr(module_or_pipeline, "components", None)
+    if not isinstance(named, Mapping):
+        raise TypeError(
+            f"Expected a torch.nn.Module or a DiffusionPipeline, got {type(module_or_pipeline).__name__!r}."
+        )
+    modules = {name: unwrap_module(value) for name, value in named.items() if isinstance(value, nn.Module)}
+    return select_components(
+        modules, components, config.blocks_of if isinstance(config.blocks, Mapping) else _class_decides
+    )
+
+
+def _class_decides(name: str) -> None:
+    return None

@@ -1,0 +1,71 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns what an offload tells about itself afterwards. Must not measure or move anything: it reads counters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from .engine import Engine
+from .host.store import HostStore
+from .offload_plan import OffloadPlan
+from .tables import format_bytes, render_table
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    r"""
+    Counters since enabling, of this rank. Bytes are those that crossed a link, padding included.
+
+    Args:
+        host_kind (`str`): where the bytes live: `"packed"` or `"pinned"`.
+        transfer (`str`): how blocks reach the device; several kinds are joined by `+`.
+        passes (`int`): laps of a component that this rank computed.
+        ghost_passes (`int`): laps whose transfers it did for others alone.
+        h2d_bytes (`int`): copied from the host to the device for blocks.
+        gather_bytes (`int`): received from other ranks by all-gathers.
+        on_demand_bytes (`int`): copied to the device for leaves outside blocks.
+        device_slot_bytes (`int`): device memory of the slots that exist now.
+        device_resident_bytes (`int`): device memory of weights that are never streamed.
+        host_private_bytes (`int`): host memory of this rank alone.
+        host_shared_bytes (`int`): host memory that the ranks of the group share, counted once.
+    """
+
+    host_kind: str
+    transfer: str
+    passes: int
+    ghost_passes: int
+    h2d_bytes: int
+    gather_bytes: int
+    on_demand_bytes: int
+    device_slot_bytes: int
+    device_resident_bytes: int
+    host_private_bytes: int
+    host_shared_bytes: int
+
+    def __str__(self) -> str:
+        rows = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            shown = format_bytes(value) if field.name.endswith("_bytes") else str(value)
+            rows.append([field.name.removesuffix("_bytes").replace("_", " "), shown])
+        return render_table("Offload report of this rank", ["what", "value"], rows)
+
+
+def make_report(engine: Engine, plan: OffloadPlan, store: HostStore) -> OffloadReport:
+    """The report of the engine's counters for one handle's plan and store."""
+    counters = engine.counters
+    return OffloadReport(
+        host_kind=store.kind,
+        transfer="+".join(sorted({component.transfer for component in plan.components})),
+        passes=counters.passes,
+        ghost_passes=counters.ghost_passes,
+        h2d_bytes=counters.h2d_nbytes,
+        gather_bytes=counters.gather_nbytes,
+        on_demand_bytes=counters.on_demand_nbytes,
+        device_slot_bytes=engine.device_slot_nbytes,
+        device_resident_bytes=plan.device_resident_nbytes,
+        host_private_bytes=store.private_nbytes,
+        host_shared_bytes=store.shared_nbytes,
+    )

@@ -1,0 +1,285 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns what is done to single tensors: which of a block's tensors are managed, how their bytes lie in a flat image, the
+placeholder that stands in for them, and re-pointing. Must not know of slots, ranks or passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One place where a module holds a tensor."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+    kind: str
+    '`"parameter"`, `"buffer"` or `"non-persistent buffer"`'
+
+    @property
+    def slots(self) -> dict:
+        """The module's own dictionary that holds the tensor."""
+        return self.module._parameters if self.kind == "parameter" else self.module._buffers
+
+
+@dataclass
+class OwnedTensor:
+    """A tensor together with every place that holds it."""
+
+    tensor: torch.Tensor
+    owners: list[Owner] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.owners[0].name
+
+
+def owned_tensors(module: nn.Module) -> list[OwnedTensor]:
+    """
+    Every parameter and buffer of `module`, each once, in order of registration, keyed by identity and not by name.
+    """
+    found: dict[int, OwnedTensor] = {}
+    for path, submodule in module.named_modules():
+        for kind, tensors in (("parameter", submodule._parameters), ("buffer", submodule._buffers)):
+            for attribute, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                name = f"{path}.{attribute}" if path else attribute
+                if kind == "buffer" and attribute in submodule._non_persistent_buffers_set:
+                    owner = Owner(submodule, attribute, name, "non-persistent buffer")
+                else:
+                    owner = Owner(submodule, attribute, name, kind)
+                found.setdefault(id(tensor), OwnedTensor(tensor)).owners.append(owner)
+    return list(found.values())
+
+
+def partition_tensors(
+    module: nn.Module, units: Sequence[nn.Module]
+) -> tuple[list[list[OwnedTensor]], list[OwnedTensor]]:
+    """
+    Splits the tensors of `module` into those that are managed, for each of `units` (its blocks and leaves), and those
+    that stay on the device. A tensor that two units share, or a unit and the rest, stays; so does one of a single
+    element (an expanded placeholder could be written to), one whose elements overlap or have gaps, and an adapter's.
+    """
+    home: dict[int, set[int]] = {}
+    for index, unit in enumerate(units):
+        for submodule in unit.modules():
+            home.setdefault(id(submodule), set()).add(index)
+    adapters = _adapter_modules(module)
+    managed: list[list[OwnedTensor]] = [[] for _ in units]
+    resident: list[OwnedTensor] = []
+    for owned in owned_tensors(module):
+        homes = [home.get(id(owner.module), set()) for owner in owned.owners]
+        first = homes[0]
+        tensor = owned.tensor
+        streams = (
+            len(first) == 1
+            and all(other == first for other in homes)
+            and tensor.numel() > 1
+            and is_non_overlapping_and_dense_or_false(tensor)
+            and not any(id(owner.module) in adapters for owner in owned.owners)
+        )
+        if streams:
+            managed[next(iter(first))].append(owned)
+        else:
+            resident.append(owned)
+    return managed, resident
+
+
+def _adapter_modules(module: nn.Module) -> set[int]:
+    """The ids of modules that belong to PEFT adapters and not to the base layer they wrap."""
+    from diffusers.utils import is_peft_available
+
+    if not is_peft_available():
+        return set()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found: set[int] = set()
+    for layer in module.modules():
+        if isinstance(layer, BaseTunerLayer):
+            base = {id(m) for m in layer.get_base_layer().modules()}
+            found |= {id(m) for m in layer.modules() if id(m) not in base and m is not layer}
+    return found
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a `DTensor`, whose local part `.data =` would silently leave alone."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense `tensor` in storage order, `(nbytes,)` of `uint8`; shares its memory."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)
+
+
+def typed_view(
+    image: torch.Tensor, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A view of `nbytes` bytes at `offset` of a flat `uint8` image, with a dtype, shape and stride."""
+    return image[offset : offset + nbytes].view(dtype).as_strided(tuple(shape), tuple(stride))
+
+
+def make_offload_placeholder(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """
+    A stand-in for `tensor` on `device` that costs one element: a NaN (the smallest value of an integer dtype) expanded
+    to the true shape. Shape, dtype and device stay true; an in-place write raises, a read is noticed or yields NaN.
+    """
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        value: float | int | bool = float("nan")
+    elif tensor.dtype == torch.bool:
+        value = True
+    else:
+        value = torch.iinfo(tensor.dtype).min
+    # Filled in float32 and converted: not every backend fills every dtype (float8 on the CPU).
+    if tensor.dtype.is_floating_point:
+        one = torch.full((1,), value, dtype=torch.float32, device=device).to(tensor.dtype)
+    else:
+        one = torch.full((1,), value, dtype=tensor.dtype, device=device)
+    return one.expand(tensor.shape) if tensor.dim() else one.reshape(())
+
+
+def set_tensor_storage(tensor: torch.Tensor, view: torch.Tensor) -> None:
+    """Points `tensor` at the memory of `view` without a copy; identity, class and `requires_grad` stay."""
+    tensor.data = view
+
+
+def born_on_device(original: torch.Tensor, placeholder: torch.Tensor) -> torch.Tensor:
+    """
+    What takes the place of `original` in its modules while it is managed: of the same kind, but born on the onload
+    device, since a backend outside torch's own may not exchange the memory of a tensor with that of another device.
+    """
+    if isinstance(original, nn.Parameter):
+        born: torch.Tensor = nn.Parameter(placeholder, requires_grad=original.requires_grad)
+    else:
+        born = placeholder.view(placeholder.shape)
+    for key, value in vars(original).items():
+        setattr(born, key, value)
+    return born
+
+
+def put(owners: Iterable[Owner], tensor: torch.Tensor) -> None:
+    """Puts `tensor` in every place of `owners`."""
+    for owner in owners:
+        owner.slots[owner.attribute] = tensor
+
+
+def missing_owner(owners: Iterable[Owner], tensor: torch.Tensor) -> Owner | None:
+    """The first place of `owners` that no longer holds `tensor`, or None."""
+    for owner in owners:
+        if owner.slots.get(owner.attribute) is not tensor:
+            return owner
+    return None
+
+
+def nbytes_of(tensors: Iterable[OwnedTensor]) -> int:
+    """Bytes of the given tensors."""
+    return sum(owned.tensor.numel() * owned.tensor.element_size() for owned in tensors)
+
+
+def iter_tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in the arguments or the output of a call."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+class Move(NamedTuple):
+    """A tensor that was moved to another device: what it was, so that it can be put back."""
+
+    owners: list[Owner]
+    tensor: torch.Tensor
+    memory: torch.Tensor
+
+
+def move_tensors(tensors: Iterable[OwnedTensor], device: torch.device, moved: list[Move]) -> None:
+    """
+    Moves tensors to `device` as `nn.Module.to` does, keeping their identity where the backend allows it and ties
+    always. What was done is added to `moved` as it happens.
+    """
+    for owned in tensors:
+        tensor = owned.tensor
+        if tensor.device == device:
+            continue
+        value = tensor.detach().to(device)
+        moved.append(Move(owned.owners, tensor, tensor.data))
+        if torch._has_compatible_shallow_copy_type(tensor, value):
+            tensor.data = value
+        elif isinstance(tensor, nn.Parameter):
+            put(owned.owners, nn.Parameter(value, requires_grad=tensor.requires_grad))
+        else:
+            put(owned.owners, value)
+
+
+def put_back(moved: list[Move]) -> None:
+    """Undoes `move_tensors`."""
+    while moved:
+        owners, tensor, memory = moved.pop()
+        tensor.data = memory
+        put(owners, tensor)
+
+
+class ManagedTensor:
+    """
+    One tensor whose bytes stream: its places in modules, the device-born tensor that is in them meanwhile, and the
+    original, which keeps its identity for the time after.
+
+    Args:
+        owned (`OwnedTensor`): the original and its places.
+        device (`torch.device`): where the stand-in is born.
+    """
+
+    def __init__(self, owned: OwnedTensor, device: torch.device) -> None:
+        self.name = owned.name
+        self.owners = owned.owners
+        self.original = owned.tensor
+        self.placeholder = make_offload_placeholder(owned.tensor, device)
+        self.born = born_on_device(owned.tensor, self.placeholder)
+        self.kept = False
+        "Whether forward wrote to it: its value is this rank's own from then on, and stays on the device."
+        self._version = 0
+
+    def insert(self) -> None:
+        """Puts the stand-in in the modules."""
+        put(self.owners, self.born)
+
+    def drop_original(self) -> None:
+        """Lets go of the original's memory; its bytes are in a host store now."""
+        set_tensor_storage(self.original, torch.empty(0, dtype=self.original.dtype, device=self.original.device))
+
+    def point(self, view: torch.Tensor) -> None:
+        """Points the stand-in at a block's bytes in a slot."""
+        self.born.data = view
+        self._version = self.born._version
+
+    def unpoint(self, view: torch.Tensor) -> None:
+        """Points the stand-in at its placeholder again; a value that forward wrote is kept on the device instead."""
+        if self.born._version != self._version:
+            with torch.inference_mode(False):
+                self.born.data = view.clone()
+            self.kept = True
+        else:
+            self.born.data = self.placeholder
+
+    def restore(self, value: torch.Tensor | None) -> None:
+        """Puts the original back in the modules, with `value` (on the CPU) as its memory; None leaves its own."""
+        if value is not None:
+            if self.original.device.type == value.device.type:
+                set_tensor_storage(self.original, value)
+            elif isinstance(self.original, nn.Parameter):
+                self.original = nn.Parameter(value, requires_grad=self.original.requires_grad)
+            else:
+                self.original = value
+        for owner in self.owners:
+            if owner.slots.get(owner.attribute) is self.born:
+                owner.slots[owner.attribute] = self.original

@@ -1,0 +1,118 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns what streams, at run time: a block or leaf with its tensors (`Unit`), and a component with the order of its blocks
+(`Component`). Must not fetch anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .device.ring import BlockViews, Slot
+from .host.store import Extent, HostStore
+from .offload_plan import BlockLayout, ComponentPlan
+from .tensor_utils import ManagedTensor
+
+
+@dataclass
+class Counters:
+    """What an engine has moved so far; bytes are those of this rank."""
+
+    passes: int = 0
+    ghost_passes: int = 0
+    fetches: int = 0
+    h2d_nbytes: int = 0
+    gather_nbytes: int = 0
+    on_demand_nbytes: int = 0
+
+
+class Unit:
+    """A block or leaf at run time: its tensors, where its bytes are, and the slot it is in while it computes."""
+
+    def __init__(
+        self,
+        component: str,
+        index: int,
+        layout: BlockLayout,
+        tensors: Sequence[ManagedTensor],
+        store: HostStore,
+        key: int,
+    ) -> None:
+        self.component = component
+        self.index = index
+        self.layout = layout
+        self.tensors = tuple(tensors)
+        self.store = store
+        self.key = key
+        self.views: list[BlockViews] = []
+        self.slot: Slot | None = None
+        self.buffer: torch.Tensor | None = None
+        self.holds = 0
+        self._streaming = list(enumerate(self.tensors))
+        self._pointed: Sequence[torch.Tensor] = ()
+
+    @property
+    def held(self) -> bool:
+        """Whether its tensors are pointed at its bytes."""
+        return self.holds > 0
+
+    @property
+    def extents(self) -> list[Extent]:
+        """The host memory this rank copies for it."""
+        return self.store.extents(self.key)
+
+    def point(self, views: Sequence[torch.Tensor]) -> None:
+        """Points its tensors at its bytes on the device."""
+        self._pointed = views
+        for index, tensor in self._streaming:
+            tensor.point(views[index])
+
+    def unpoint(self) -> None:
+        """Takes its tensors back; those that forward wrote to stay with their new value and stream no more."""
+        kept = False
+        for index, tensor in self._streaming:
+            tensor.unpoint(self._pointed[index])
+            kept |= tensor.kept
+        if kept:
+            self._streaming = [(i, t) for i, t in self._streaming if not t.kept]
+        self._pointed = ()
+
+    def __str__(self) -> str:
+        return f"block '{self.layout.name}' of '{self.component}'"
+
+
+class Component:
+    """A streamed component at run time. `order` and `trace` hold indices of its blocks ([Note: Order])."""
+
+    def __init__(self, name: str, plan: ComponentPlan, blocks: Sequence[Unit], leaves: Sequence[Unit]) -> None:
+        self.name = name
+        self.plan = plan
+        self.blocks = tuple(blocks)
+        self.leaves = tuple(leaves)
+        self.full_order = tuple(range(len(self.blocks)))
+        self.order = self.full_order
+        self.proposal: tuple[int, ...] | None = None
+        self.settled = False
+        self.trace: dict[int, None] = {}
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Its blocks, then its leaves."""
+        return self.blocks + self.leaves
+
+    def propose(self) -> None:
+        """After a complete pass: proposes the order that was seen, once."""
+        if not self.settled and self.trace:
+            self.proposal = tuple(self.trace)
+            self.settled = True
+            if self.proposal == self.order:
+                self.proposal = None
+
+    def adopt(self, order: tuple[int, ...]) -> None:
+        """Makes `order` the one that laps follow from now on."""
+        self.order = order
+        self.proposal = None
+        self.settled = True

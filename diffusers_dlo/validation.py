@@ -1,0 +1,154 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns every refusal of a module or pipeline before anything is changed. Must not change anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from .config import DistributedLayerwiseOffloadConfig
+from .tensor_utils import is_dtensor
+
+
+_FOREIGN_HOOKS = {
+    "group_offloading": "group offloading is active",
+    "layerwise_casting": "layerwise casting is active",
+    "layer_execution_tracker": "group offloading is active",
+    "lazy_prefetch_group_offloading": "group offloading is active",
+}
+
+
+def refuse_foreign_offload(root: nn.Module, name: str) -> None:
+    """
+    Refuses a model whose weights something else moves or casts.
+
+    Raises:
+        `ValueError`: an accelerate hook, group offloading or layerwise casting is on it.
+    """
+    for path, module in root.named_modules():
+        refuse_foreign_hooks(module, f"{name}.{path}" if path else name)
+
+
+def refuse_foreign_hooks(module: nn.Module, path: str) -> None:
+    """As `refuse_foreign_offload`, for the hooks of one module alone."""
+    attributes = vars(module)
+    registry = attributes.get("_diffusers_hook")
+    for hook, reason in _FOREIGN_HOOKS.items():
+        if registry is not None and registry.get_hook(hook) is not None:
+            raise ValueError(
+                f"'{path}' cannot be offloaded by layers: {reason} on it. Load it anew without, or use one of the two."
+            )
+    if "_hf_hook" in attributes:
+        raise ValueError(
+            f"'{path}' cannot be offloaded by layers: accelerate moves its weights (a "
+            f"{type(attributes['_hf_hook']).__name__} is on it). Call pipe.remove_all_hooks(), or load without it."
+        )
+
+
+def validate_module(module: nn.Module, name: str, transfer: str) -> None:
+    """
+    Refuses a module that cannot stream.
+
+    Args:
+        module (`nn.Module`): the component, unwrapped.
+        name (`str`): what to call it in messages.
+        transfer (`str`): the resolved transfer, `"all_gather"` or `"local"`.
+
+    Raises:
+        `TypeError`: not a module. `ValueError`: something else moves its weights, they are sharded or quantized and
+        would be gathered, or compiled in a way that fixes addresses. `NotImplementedError`: tensor types not supported
+        yet. `RuntimeError`: weights without values (on the meta device).
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"'{name}' must be a torch.nn.Module, got {type(module).__name__!r}.")
+    refuse_foreign_offload(module, name)
+    _refuse_sharded(module, name, transfer)
+    _refuse_quantized(module, name, transfer)
+    for path, tensor in _tensors(module):
+        if tensor.is_meta:
+            raise RuntimeError(
+                f"'{path}' of '{name}' has no values (it is on the meta device). Load it from safetensors with "
+                "from_pretrained before enabling."
+            )
+
+
+def _refuse_sharded(module: nn.Module, name: str, transfer: str) -> None:
+    parallel = getattr(module, "_tp_size", None) or getattr(
+        getattr(module, "_parallel_config", None), "tp_degree", None
+    )
+    if isinstance(parallel, int) and parallel > 1:
+        raise ValueError(
+            f"'{name}' is split by tensor parallelism of degree {parallel}; layerwise offload shards by data-parallel "
+            "rank. Use one of the two."
+        )
+    for path, tensor in _tensors(module):
+        if is_dtensor(tensor):
+            if transfer == "all_gather":
+                raise ValueError(
+                    f"'{path}' of '{name}' is a DTensor (FSDP, HSDP or tensor parallel), and all_gather would shard "
+                    "it a second time. Load ordinary weights, or use one of the two."
+                )
+            raise NotImplementedError(
+                f"'{path}' of '{name}' is a DTensor, which cannot be streamed. Load ordinary weights."
+            )
+
+
+def _refuse_quantized(module: nn.Module, name: str, transfer: str) -> None:
+    quantizer = getattr(module, "hf_quantizer", None)
+    if quantizer is not None and transfer == "all_gather":
+        raise ValueError(
+            f"'{name}' is quantized while it is loaded ({type(quantizer).__name__}), and sharding would break the "
+            'layout of its weights. Use transfer="local" with weights that need no quantizer, or load it unquantized.'
+        )
+    for path, tensor in _tensors(module):
+        plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+        if plain and tensor.layout == torch.strided and not tensor.is_quantized:
+            continue
+        if transfer == "all_gather" and not plain:
+            raise ValueError(
+                f"'{path}' of '{name}' is a {type(tensor).__name__}, and sharding would break its layout. Load it "
+                "unquantized."
+            )
+        raise NotImplementedError(
+            f"'{path}' of '{name}' is a {type(tensor).__name__} of layout {tensor.layout}, which cannot be streamed "
+            "yet. Load it as ordinary dense weights."
+        )
+
+
+def refuse_enabled(name: str, enabled: bool) -> None:
+    """
+    Refuses a second enabling.
+
+    Raises:
+        `ValueError`: it is enabled already.
+    """
+    if enabled:
+        raise ValueError(f"'{name}' is offloaded by layers already. Disable it first to change options.")
+
+
+def validate_blocks_option(config: DistributedLayerwiseOffloadConfig, components: Iterable[str]) -> None:
+    """
+    Refuses a `blocks` option that names a component which does not stream.
+
+    Raises:
+        `ValueError`: listing those that do.
+    """
+    components = list(components)
+    if isinstance(config.blocks, Mapping):
+        for name in config.blocks:
+            if name not in components:
+                raise ValueError(f"'blocks' names '{name}', which does not stream; these do: {', '.join(components)}.")
+    elif config.blocks is not None and len(components) > 1:
+        raise ValueError(
+            f"'blocks' is a list, and {len(components)} components stream; pass a mapping from component to its "
+            f"lists: {', '.join(components)}."
+        )
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

@@ -1,0 +1,29 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+What every test shares: one thread a process, so that bits do not depend on the machine, and skipping without a GPU.
+"""
+
+import pytest
+import torch
+
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_enabled():
+    """A test that leaves an offload in force would change the next one."""
+    yield
+    from diffusers_dlo import engine
+
+    left = engine._engine is not None and not engine._engine.idle
+    engine._engine = None
+    assert not left, "the test left an offload enabled"

@@ -1,0 +1,88 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""Real ranks for tests: processes joined by gloo, forked from a server that has imported torch once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch.distributed", "diffusers_dlo", "tests.zoo", "tests.toys"])
+
+
+def run_ranks(
+    size: int, work: Callable[..., Any], *args: Any, timeout: float = 120.0, expect_death: tuple[int, ...] = ()
+) -> list[Any]:
+    """
+    Runs `work(rank, size, *args)`, a top-level function, on `size` ranks and returns what each returned. Fails with
+    the traceback of the first rank that raised, or by name if ranks do not end in time. Ranks in `expect_death` may be
+    killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(size):
+            receiver, sender = _context.Pipe(duplex=False)
+            process = _context.Process(target=_rank_main, args=(rank, size, f"{folder}/store", sender, work, args))
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        deadline = time.monotonic() + timeout
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        try:
+            waiting = dict(zip(pipes, range(size)))
+            while waiting:
+                ready = multiprocessing.connection.wait(list(waiting), max(deadline - time.monotonic(), 0))
+                if not ready:
+                    raise AssertionError(
+                        f"ranks {sorted(waiting.values())} did not end in {timeout} s; errors: {errors}"
+                    )
+                for pipe in ready:
+                    rank = waiting.pop(pipe)
+                    try:
+                        ok, value = pipe.recv()
+                    except EOFError:
+                        ok, value = (rank in expect_death), f"rank {rank} died"
+                    (results if ok else errors)[rank] = value
+            for process in processes:
+                process.join(max(deadline - time.monotonic(), 1))
+                assert process.exitcode is not None, "a rank returned and did not exit"
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGKILL)
+                process.join()
+        if errors:
+            raise AssertionError("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(errors.items())))
+        return [results[rank] for rank in range(size)]
+
+
+def _rank_main(rank: int, size: int, store: str, pipe: Any, work: Callable[..., Any], args: tuple) -> None:
+    os.environ.update(
+        GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        )
+        value = (True, work(rank, size, *args))
+    except BaseException:
+        value = (False, traceback.format_exc())
+    pipe.send(value)
+    pipe.close()
+    if dist.is_initialized() and value[0]:
+        dist.destroy_process_group()
