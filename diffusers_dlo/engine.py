@@ -93,7 +93,9 @@ class Engine:
             self._lane(unit).acquire(unit)
 
     def release(self, unit: Unit) -> None:
-        """Gives a unit's memory free again."""
+        """Gives a unit's memory free again. A call that was refused for its thread releases nothing."""
+        if self._thread not in (None, threading.get_ident()):
+            return
         if unit.layout.is_leaf:
             self._release_leaf(unit)
         elif unit.held:

@@ -8,6 +8,7 @@ Must not hold weights, nor decide what is fetched.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ class ComponentHooks:
         self._hooked: set[int] = set()
         self._first: _FirstForward | None = None
         self._checked = False
-        self._entered: tuple[nn.Module, set[int]] | None = None
+        self._entered: tuple[nn.Module, set[int], int] | None = None
         self._watched = (root, *modules)
         for module, unit in zip(modules, component.units):
             self._attach(module, unit)
@@ -124,15 +125,17 @@ class ComponentHooks:
         def pre(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             # One left by a KeyboardInterrupt, after which torch runs no hooks, does not enclose what is called next.
             if self._entered is None or id(module) not in self._entered[1]:
-                self._end_first()
                 self._check_alone()
                 self._engine.enter(self._component)
-                self._entered = (module, inner)
+                self._end_first()
+                self._entered = (module, inner, threading.get_ident())
                 self._begin_first()
 
         @torch.compiler.disable
         def post(module: nn.Module, args: tuple, output: Any) -> None:
-            if self._entered is not None and self._entered[0] is module:
+            # Not if entering was refused, to a second thread.
+            entered = self._entered
+            if entered is not None and entered[0] is module and entered[2] == threading.get_ident():
                 self._entered = None
                 self._end_first()
                 self._checked |= output is not None

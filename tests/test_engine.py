@@ -1,0 +1,185 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""Counters and memory of the engine: what is fetched is exactly what the plan says, and nothing grows."""
+
+import gc
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from diffusers_dlo import apply_distributed_layerwise_offload
+from tests import toys
+from tests.ranks import run_ranks
+from tests.toys import feed, toy
+
+
+def shard_bytes(plan, size: int) -> int:
+    """This rank's shards of all blocks, from the tensors' sizes alone."""
+    total = 0
+    for block in plan.blocks:
+        end = 0
+        for tensor in block.tensors:
+            end = -(-end // 256) * 256 + tensor.nbytes
+        total += -(-(-(-end // size)) // 256) * 256
+    return total
+
+
+@pytest.mark.parametrize("num_blocks,num_slots", ((1, 2), (2, 2), (3, 2), (5, 2), (5, 3), (6, 4)))
+@pytest.mark.parametrize("transfer", ("local", "all_gather"))
+def test_bytes_per_pass_one_rank(transfer: str, num_blocks: int, num_slots: int) -> None:
+    model = toy(toys.Stack, num_blocks)
+    handle = apply_distributed_layerwise_offload(model, transfer=transfer, num_slots=num_slots)
+    try:
+        moved = passes(handle, model, 4)
+        assert handle.report().gather_bytes == 0
+        expected = shard_bytes(handle.plan, 1)
+        if transfer == "local" and num_slots >= num_blocks:
+            expected = 0  # everything fits the slots, so nothing is copied again
+        assert moved == [expected] * 3
+        largest = max(block.padded_nbytes(1) for block in handle.plan.blocks)
+        assert handle.report().device_slot_bytes == num_slots * largest == handle.plan.device_slot_nbytes
+    finally:
+        handle.remove()
+
+
+def passes(handle, model, count: int) -> list[int]:
+    """H2D bytes of each pass after the first."""
+    seen = []
+    for step in range(count):
+        before = handle.report().h2d_bytes
+        with torch.no_grad():
+            model(feed(step))
+        seen.append(handle.report().h2d_bytes - before)
+    return seen[1:]
+
+
+def _bytes_on_ranks(rank: int, size: int) -> None:
+    for num_slots in (2, 3):
+        model = toy(toys.Stack, 5)
+        handle = apply_distributed_layerwise_offload(model, num_slots=num_slots)
+        before = handle.report().gather_bytes
+        assert passes(handle, model, 4) == [shard_bytes(handle.plan, size)] * 3
+        tail = sum(b.shard_nbytes(size) for b in handle.plan.blocks[: num_slots - 1])
+        received = handle.report().gather_bytes - before
+        assert received == (size - 1) * (4 * shard_bytes(handle.plan, size) + tail)
+        largest = max(block.shard_nbytes(size) * size for block in handle.plan.blocks)
+        assert handle.report().device_slot_bytes == num_slots * largest
+        assert handle.report().passes == 4 and handle.report().ghost_passes == 0
+        handle.remove()
+
+
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_bytes_per_pass_on_ranks(size: int) -> None:
+    run_ranks(size, _bytes_on_ranks)
+
+
+def footprint() -> tuple[int, int, int]:
+    """Open files, threads and live tensors of this process."""
+    gc.collect()
+    tensors = sum(1 for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), tensors
+
+
+def settled(expected: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The footprint, once gloo's threads have let go of the tensors of collectives that are over."""
+    deadline = time.monotonic() + 5
+    while footprint() != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return footprint()
+
+
+def resident_set() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _nothing_grows(rank: int, size: int) -> None:
+    model = toy(toys.Stack, 5)
+    handle = apply_distributed_layerwise_offload(model)
+    with torch.no_grad():
+        model(feed(0))
+        model(feed(0))
+        start, memory = footprint(), resident_set()
+        for step in range(50):
+            model(feed(step))
+    assert settled(start) == start
+    assert resident_set() - memory < 4 << 20
+    handle.remove()
+    first = None
+    for _ in range(20):
+        handle = apply_distributed_layerwise_offload(model)
+        with torch.no_grad():
+            model(feed(0))
+        handle.remove()
+        first = first or footprint()
+    assert settled(first) == first, "enabling and disabling leaves something behind"
+
+
+@pytest.mark.parametrize("size", (1, 2))
+def test_nothing_grows(size: int) -> None:
+    run_ranks(size, _nothing_grows)
+
+
+def test_a_second_thread_is_refused_while_one_computes() -> None:
+    model = toy(toys.Stack, 3)
+    handle = apply_distributed_layerwise_offload(model)
+    errors: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            with torch.no_grad():
+                model(feed(0))
+        except RuntimeError as error:
+            errors.append(error)
+
+    def in_the_middle(*_: object) -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    hook = model.blocks[1].up.register_forward_pre_hook(in_the_middle)
+    try:
+        with torch.no_grad():
+            got = model(feed(0))
+            hook.remove()
+            assert "second thread" in str(errors[0])
+            assert torch.equal(got, toy(toys.Stack, 3)(feed(0)))
+        errors.clear()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert not errors, "a thread of its own is fine when nobody else computes"
+    finally:
+        handle.remove()
+
+
+def test_blocks_inside_each_other_need_slots() -> None:
+    """Blocks that call blocks: an error with the remedy, and right with the slots it asks for."""
+
+    class Chain(toys.Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            handles = [
+                self.blocks[i].norm.register_forward_pre_hook(lambda m, a, i=i: (self.blocks[i + 1](a[0]),))
+                for i in range(2)
+            ]
+            try:
+                return self.blocks[0](x)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    for transfer in ("local", "all_gather"):
+        expected = toy(Chain, 3)
+        model = toy(Chain, 3)
+        handle = apply_distributed_layerwise_offload(model, transfer=transfer)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="Raise 'num_slots' to 3"):
+            model(feed(0))
+        handle.remove()
+        handle = apply_distributed_layerwise_offload(model, transfer=transfer, num_slots=3)
+        with torch.no_grad():
+            assert torch.equal(model(feed(0)), expected(feed(0)))
+            assert torch.equal(model(feed(1)), expected(feed(1)))
+        handle.remove()
