@@ -82,10 +82,10 @@ def footprint() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), tensors
 
 
-def settled(expected: tuple[int, int, int]) -> tuple[int, int, int]:
+def settled(limit: tuple[int, int, int]) -> tuple[int, int, int]:
     """The footprint, once gloo's threads have let go of the tensors of collectives that are over."""
     deadline = time.monotonic() + 5
-    while footprint() != expected and time.monotonic() < deadline:
+    while any(now > then for now, then in zip(footprint(), limit)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return footprint()
 
@@ -105,7 +105,7 @@ def _nothing_grows(rank: int, size: int) -> None:
         start, memory = footprint(), resident_set()
         for step in range(50):
             model(feed(step))
-    assert settled(start) == start
+    assert all(now <= then for now, then in zip(settled(start), start)), (start, footprint())
     assert resident_set() - memory < 4 << 20
     handle.remove()
     first = None
@@ -115,7 +115,9 @@ def _nothing_grows(rank: int, size: int) -> None:
             model(feed(0))
         handle.remove()
         first = first or footprint()
-    assert settled(first) == first, "enabling and disabling leaves something behind"
+    last = settled(first)
+    grown = [now for now, then in zip(last, first) if now > then]  # gloo closes files of its set-up when it likes
+    assert not grown, f"enabling and disabling leaves something behind: {first}, then {last}"
 
 
 @pytest.mark.parametrize("size", (1, 2))
