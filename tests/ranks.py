@@ -20,7 +20,12 @@ _context.set_forkserver_preload(["torch.distributed", "diffusers_dlo", "tests.zo
 
 
 def run_ranks(
-    size: int, work: Callable[..., Any], *args: Any, timeout: float = 120.0, expect_death: tuple[int, ...] = ()
+    size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    expect_death: tuple[int, ...] = (),
+    backend: str = "gloo",
 ) -> list[Any]:
     """
     Runs `work(rank, size, *args)`, a top-level function, on `size` ranks and returns what each returned. Fails with
@@ -31,7 +36,9 @@ def run_ranks(
         pipes, processes = [], []
         for rank in range(size):
             receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank_main, args=(rank, size, f"{folder}/store", sender, work, args))
+            process = _context.Process(
+                target=_rank_main, args=(rank, size, f"{folder}/store", backend, sender, work, args)
+            )
             process.start()
             sender.close()
             pipes.append(receiver)
@@ -67,7 +74,9 @@ def run_ranks(
         return [results[rank] for rank in range(size)]
 
 
-def _rank_main(rank: int, size: int, store: str, pipe: Any, work: Callable[..., Any], args: tuple) -> None:
+def _rank_main(
+    rank: int, size: int, store: str, backend: str, pipe: Any, work: Callable[..., Any], args: tuple
+) -> None:
     os.environ.update(
         GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
     )
@@ -76,8 +85,10 @@ def _rank_main(rank: int, size: int, store: str, pipe: Any, work: Callable[..., 
 
     torch.set_num_threads(1)
     try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+            backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
         )
         value = (True, work(rank, size, *args))
     except BaseException:

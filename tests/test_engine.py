@@ -2,6 +2,7 @@
 """Counters and memory of the engine: what is fetched is exactly what the plan says, and nothing grows."""
 
 import gc
+import math
 import os
 import threading
 import time
@@ -21,8 +22,8 @@ def shard_bytes(plan, size: int) -> int:
     for block in plan.blocks:
         end = 0
         for tensor in block.tensors:
-            end = -(-end // 256) * 256 + tensor.nbytes
-        total += -(-(-(-end // size)) // 256) * 256
+            end = math.ceil(end / 256) * 256 + tensor.nbytes
+        total += math.ceil(math.ceil(end / size) / 256) * 256
     return total
 
 
