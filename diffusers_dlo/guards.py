@@ -40,6 +40,10 @@ _REFUSED_ON_PIPELINE = {
 }
 
 
+_RE_POINTING = torch.ops.aten._has_compatible_shallow_copy_type.default
+"""What `.data =` dispatches: it reads no value."""
+
+
 class Guards:
     """
     The guards on one component, all taken back together.
@@ -172,7 +176,7 @@ class PlaceholderGuard(TorchDispatchMode):
         self._storages = {tensor.placeholder.untyped_storage()._cdata: tensor for tensor in self._tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
+        for leaf in tree_leaves((args, kwargs)) if func is not _RE_POINTING else ():
             if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
                 found = self._storages.get(leaf.untyped_storage()._cdata)
                 if found is not None:
