@@ -16,6 +16,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 import time
 
 import torch
@@ -128,6 +129,12 @@ def h2d_rate(device: torch.device, nbytes: int = 1 << 30) -> float:
     return nbytes / best
 
 
+def note(rank: int, text: str) -> None:
+    """Says on rank 0 what is being done, since all of it takes minutes."""
+    if rank == 0:
+        print(f"[{time.strftime('%X')}] {text}", file=sys.stderr, flush=True)
+
+
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
@@ -149,6 +156,7 @@ def main() -> None:
     rows = []
     for variant in args.variants.split(","):
         options = VARIANTS[variant]
+        note(rank, f"{variant}: making {args.layers} layers")
         model = make_stack(args.layers, device, device if options is None else torch.device("cpu"))
         handle, seconds = None, 0.0
         if options is None:
@@ -159,6 +167,7 @@ def main() -> None:
             handle = apply_distributed_layerwise_offload(model, **options)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - start
+            note(rank, f"{variant}: enabled in {seconds:.1f} s")
         gc.collect()
         torch.cuda.empty_cache()
         weights = torch.cuda.memory_allocated()
@@ -173,6 +182,7 @@ def main() -> None:
                 row["link_ms"] = handle.plan.streamed_nbytes / shards / rate * 1e3
                 row["host"] = handle.report().host_kind
             rows.append(row)
+            note(rank, f"{variant}: {tokens} tokens in {row['ms']:.1f} ms")
         if handle is not None:
             handle.remove()
         del model, handle, inputs

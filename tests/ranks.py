@@ -32,11 +32,13 @@ def run_ranks(
     the traceback of the first rank that raised, or by name if ranks do not end in time. Ranks in `expect_death` may be
     killed.
     """
+    # A process that has asked for devices cannot hand them to forked children.
+    context = _context if backend == "gloo" else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
-            receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
                 target=_rank_main, args=(rank, size, f"{folder}/store", backend, sender, work, args)
             )
             process.start()
