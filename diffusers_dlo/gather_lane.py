@@ -152,7 +152,7 @@ class GatherLane(Lane):
                 passes=self._passes,
                 component=component.name,
                 full=full,
-                proposal=component.proposal,
+                proposal=list(component.proposal) if component.proposal is not None else None,
                 state=[self.ring.seq if self.ring else 0, *map(list, self._ahead)],
             )
         except RuntimeError as error:

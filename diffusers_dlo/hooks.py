@@ -222,6 +222,10 @@ def _remove_marker(root: nn.Module) -> None:
     registry.remove_hook(MARKER, recurse=False)
     for ref, forward in replaced:
         ref.forward, ref.original_forward = forward, under
+    if not registry.hooks:  # the registry leaves the class's own method on the instance, and itself
+        if getattr(vars(root).get("forward"), "__func__", None) is type(root).forward:
+            del root.forward
+        del root._diffusers_hook
 
 
 def _nothing() -> None:

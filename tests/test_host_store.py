@@ -1,5 +1,5 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
-"""The host stores, on one rank and as several in one process: bits, extents, private copies, and nothing left behind."""
+"""The host stores, on one rank and as several in one process: bits, extents, private copies, nothing left behind."""
 
 import errno
 import gc
@@ -7,7 +7,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import NoReturn
 
 import pytest

@@ -46,7 +46,16 @@ class World:
         """What each rank of the world passes in, by rank. JSON, so nothing that arrives is executed."""
         if self._group is None:
             return [value]
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        try:
+            return self._exchange(json.dumps(value).encode())
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank}: not all {self.size} ranks took part in enabling, or one of them has ended. All ranks "
+                f"of the launcher enable together, between forwards. ({str(error).splitlines()[0]})"
+            ) from error
+
+    def _exchange(self, text: bytes) -> list[dict[str, Any]]:
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([data.numel()]), group=self._group)
         longest = int(max(sizes))

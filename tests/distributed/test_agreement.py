@@ -1,0 +1,229 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""Enabling on several ranks: what is wrong on one rank is an error on all, and the model is as it was."""
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from diffusers_dlo import apply_distributed_layerwise_offload, is_distributed_layerwise_offload_enabled
+from diffusers_dlo.host.packed import PackedStore
+from tests import toys
+from tests.ranks import run_ranks
+from tests.toys import feed, toy
+
+
+def state(model: torch.nn.Module) -> tuple:
+    """What must not change when enabling fails: parameter objects, values, hooks, attributes, open files."""
+    return (
+        [(name, id(p), p.dtype, p.stride(), p.detach().clone()) for name, p in model.named_parameters()],
+        [(len(m._forward_hooks), len(m._forward_pre_hooks), sorted(vars(m))) for m in model.modules()],
+    )
+
+
+def unchanged(before: tuple, model: torch.nn.Module, allowed: frozenset[str] = frozenset()) -> None:
+    parameters, modules = state(model)
+    for (name, *facts, value), (_, *facts_before, value_before) in zip(parameters, before[0]):
+        assert facts == facts_before and torch.equal(value, value_before), name
+    for now, then in zip(modules, before[1]):
+        assert now[:2] == then[:2]
+        assert set(now[2]) - set(then[2]) <= allowed
+    assert not is_distributed_layerwise_offload_enabled(model)
+    with torch.no_grad():
+        assert torch.equal(model(feed(0)), toy(toys.Stack, 5)(feed(0)))
+
+
+def works(model: torch.nn.Module, rank: int) -> None:
+    handle = apply_distributed_layerwise_offload(model)
+    with torch.no_grad():
+        assert torch.equal(model(feed(rank)), toy(toys.Stack, 5)(feed(rank)))
+    handle.remove()
+
+
+def _fails_alike(rank: int, size: int, culprit: int, kind: type[BaseException], text: str, spoil: Callable) -> None:
+    """Enabling fails on all ranks with `kind` and `text`, changes nothing, and works afterwards."""
+    works(toy(toys.Stack, 5), rank)
+    model = toy(toys.Stack, 5)
+    options: dict = {}
+    before = state(model)
+    undo = spoil(model, options) if rank == culprit else None
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(kind) as caught:
+        apply_distributed_layerwise_offload(model, **options)
+    assert text in str(caught.value), str(caught.value)
+    if rank != culprit and kind is not RuntimeError:
+        assert f"rank {culprit} failed" in str(caught.value)
+    if undo is not None:
+        undo()
+    # Weights that had been stored already live in the shared memory now, which keeps one file open as long as they do.
+    assert len(os.listdir("/proc/self/fd")) <= files + (1 if spoil is failing_write else 0)
+    unchanged(before, model, frozenset({"_diffusers_hook", "forward"} if spoil is group_offloaded else ()))
+    works(model, rank)
+
+
+def bad_option(model: torch.nn.Module, options: dict) -> None:
+    options["num_slots"] = 1
+
+
+def unknown_option(model: torch.nn.Module, options: dict) -> None:
+    options["slots"] = 2
+
+
+def bad_blocks(model: torch.nn.Module, options: dict) -> None:
+    options["blocks"] = ["layers"]
+
+
+def no_such_device(model: torch.nn.Module, options: dict) -> None:
+    options["onload_device"] = "xpu:3"
+
+
+def other_slots(model: torch.nn.Module, options: dict) -> None:
+    options["num_slots"] = 3
+
+
+def group_offloaded(model: torch.nn.Module, options: dict) -> Callable:
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    registry = HookRegistry.check_if_exists_or_initialize(model.blocks[2])
+    registry.register_hook(ModelHook(), "group_offloading")
+    return lambda: registry.remove_hook("group_offloading")
+
+
+def failing_write(model: torch.nn.Module, options: dict) -> Callable:
+    original = PackedStore.write
+
+    def write(self: PackedStore, unit: int, tensors: list) -> None:
+        if unit == 3:
+            raise MemoryError("no more")
+        original(self, unit, tensors)
+
+    PackedStore.write = write
+    return lambda: setattr(PackedStore, "write", original)
+
+
+def failing_hooks(model: torch.nn.Module, options: dict) -> Callable:
+    from diffusers_dlo import attachment
+
+    original = attachment.ComponentHooks
+
+    def fail(*args: object) -> None:
+        raise OSError("hooks are out")
+
+    attachment.ComponentHooks = fail
+    return lambda: setattr(attachment, "ComponentHooks", original)
+
+
+def interrupted(model: torch.nn.Module, options: dict) -> Callable:
+    original = PackedStore.write
+
+    def write(self: PackedStore, unit: int, tensors: list) -> None:
+        raise KeyboardInterrupt
+
+    PackedStore.write = write
+    return lambda: setattr(PackedStore, "write", original)
+
+
+@pytest.mark.parametrize("culprit", (0, 1))
+@pytest.mark.parametrize(
+    "spoil,kind,text",
+    (
+        (bad_option, ValueError, "'num_slots' must be at least 2"),
+        (unknown_option, TypeError, "Unknown option 'slots'"),
+        (bad_blocks, ValueError, "'layers' is not a ModuleList of 'Stack'; it has: blocks"),
+        (no_such_device, ValueError, "'xpu:3' is not available"),
+        (group_offloaded, ValueError, "group offloading is active"),
+        (other_slots, RuntimeError, "num_slots 3"),
+        (failing_write, MemoryError, "no more"),
+    ),
+)
+def test_failure_on_one_rank(spoil: Callable, kind: type[BaseException], text: str, culprit: int) -> None:
+    run_ranks(2, _fails_alike, culprit, kind, text, spoil)
+
+
+def _other_kinds(rank: int, size: int) -> None:
+    """Errors whose type the other ranks do not repeat: an odd one becomes a RuntimeError there."""
+    for spoil, own in ((failing_hooks, OSError), (interrupted, KeyboardInterrupt)):
+        model = toy(toys.Stack, 5)
+        before = state(model)
+        undo = spoil(model, {}) if rank == 2 else None
+        with pytest.raises(own if rank == 2 else RuntimeError):
+            apply_distributed_layerwise_offload(model)
+        if undo is not None:
+            undo()
+        unchanged(before, model)
+        works(model, rank)
+
+
+def test_odd_failures_on_one_of_three_ranks() -> None:
+    run_ranks(3, _other_kinds)
+
+
+def _different_models(rank: int, size: int) -> None:
+    def variants():
+        yield "Stack", toy(toys.Stack, 5), toy(toys.Stack, 4)
+        yield "blocks.2", toy(toys.Stack, 5), toy(toys.Stack, 5).to(torch.bfloat16)
+        yield "weights of block 'blocks.0' of 'model'", toy(toys.Stack, 5), toy(toys.Stack, 5, seed=1)
+        changed = toy(toys.Stack, 5)
+        with torch.no_grad():
+            changed.blocks[3].up.weight.mul_(1.5)
+        yield "weights of block 'blocks.3' of 'model'", toy(toys.Stack, 5), changed
+
+    for text, one, other in variants():
+        model = one if rank == 0 else other
+        values = [p.clone() for p in model.parameters()]
+        with pytest.raises(RuntimeError, match="do not have the same model") as caught:
+            apply_distributed_layerwise_offload(model)
+        message = str(caught.value)
+        assert "rank 0: " in message and "rank 1: " in message and "Load the same checkpoint" in message
+        if "weights" in text:
+            assert text in message, message
+        assert all(torch.equal(a, b) for a, b in zip(values, model.parameters()))
+    works(toy(toys.Stack, 5), rank)
+
+
+def test_different_models() -> None:
+    run_ranks(2, _different_models)
+
+
+def _enabling_against_computing(rank: int, size: int) -> None:
+    """One rank begins a pass while the other enables another model: an error on both that says so, and no hang."""
+    model = toy(toys.Stack, 5)
+    apply_distributed_layerwise_offload(model, timeout=4.0)
+    start = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match="did not answer" if rank == 0 else "All ranks of the launcher enable together"
+    ):
+        if rank == 0:
+            with torch.no_grad():
+                model(feed(0))
+        else:
+            apply_distributed_layerwise_offload(toy(toys.Stack, 3), timeout=4.0)
+    assert time.monotonic() - start < 15
+    time.sleep(2)  # neither rank's end may be what the other notices
+
+
+def test_enabling_against_computing() -> None:
+    run_ranks(2, _enabling_against_computing)
+
+
+def _world_mesh(rank: int, size: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    model = toy(toys.Stack, 5)
+    handle = apply_distributed_layerwise_offload(model, mesh=mesh)
+    assert handle.plan.group_size == 2
+    with torch.no_grad():
+        for step in range(2 if rank < 2 else 3):  # replicas need not keep step with each other
+            assert torch.equal(model(feed(rank + step)), toy(toys.Stack, 5)(feed(rank + step)))
+    handle.remove()
+    with pytest.raises(ValueError, match="passed on some ranks"):
+        apply_distributed_layerwise_offload(model, mesh=mesh if rank else None)
+    with pytest.raises(TypeError, match="'mesh' must be"):
+        apply_distributed_layerwise_offload(model, mesh="shard")
+
+
+def test_mesh_of_two_groups() -> None:
+    run_ranks(4, _world_mesh)

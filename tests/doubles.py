@@ -1,0 +1,97 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""A platform whose streams are threads with random delays: what a device may do, and the CPU never does by itself."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from diffusers_dlo.device.platform import Platform
+
+
+class Mark:
+    """An event: the last `record` counts for whoever waits from then on, as on a device."""
+
+    def __init__(self) -> None:
+        self.recorded: threading.Event | None = None
+
+
+class Worker:
+    """A stream: what is submitted runs in order, later, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.todo: queue.SimpleQueue = queue.SimpleQueue()
+        self.errors: list[BaseException] = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            work = self.todo.get()
+            try:
+                work()
+            except BaseException as error:
+                self.errors.append(error)
+
+
+class DelayedPlatform(Platform):
+    """
+    The CPU with streams that lag behind, and computing that does too: what is put on `compute` runs later, as kernels
+    do, with the addresses it had when it was put there. `drops` leaves out one kind of waiting, to show that a test
+    would notice: `"free"` (a fetch does not wait for the block that last used its slot), `"arrived"` (a gather does
+    not wait for its copy) or `"ready"` (computing does not wait for the fetch).
+    """
+
+    def __init__(self, device: torch.device, seed: int = 0, drops: str = "") -> None:
+        super().__init__(device)
+        self.random = random.Random(seed)
+        self.drops = drops
+        self.workers: list[Worker] = []
+        self.compute = Worker()
+
+    def new_stream(self, high_priority: bool = False) -> Worker:
+        self.workers.append(Worker())
+        return self.workers[-1]
+
+    def new_event(self) -> Mark:
+        return Mark()
+
+    def submit(
+        self, stream: Worker, work: Callable[[], None], after: Sequence[Mark] = (), record: Mark | None = None
+    ) -> None:
+        is_copy = stream is self.workers[0]
+        dropped = self.drops == ("free" if is_copy else "arrived")
+        waits = [] if dropped else [mark.recorded for mark in after if mark.recorded is not None]
+        before, between = self.random.random() * 0.003, self.random.random() * 0.002
+        done = threading.Event()
+
+        def run() -> None:
+            for wait in waits:
+                wait.wait()
+            time.sleep(before)
+            work()
+            time.sleep(between)
+            done.set()
+
+        if record is not None:
+            record.recorded = done
+        stream.todo.put(run)
+
+    def compute_wait(self, event: Mark) -> None:
+        if event.recorded is not None and self.drops != "ready":
+            self.compute.todo.put(event.recorded.wait)
+
+    def compute_record(self, event: Mark) -> None:
+        event.recorded = threading.Event()
+        self.compute.todo.put(event.recorded.set)
+
+    def synchronize(self) -> None:
+        for worker in (*self.workers, self.compute):
+            idle = threading.Event()
+            worker.todo.put(idle.set)
+            assert idle.wait(30), "a stream waits for something that never comes"
+            assert not worker.errors, worker.errors

@@ -1,0 +1,123 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""The engine on streams that lag and reorder: right with all its waits, and wrong as soon as one is left out."""
+
+import threading
+import time
+from collections.abc import Sequence
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from diffusers_dlo import api, apply_distributed_layerwise_offload
+from tests import toys
+from tests.doubles import DelayedPlatform, Worker
+from tests.ranks import run_ranks
+from tests.toys import feed, toy
+
+
+class LateBlock(toys.Block):
+    """Computes on the double's compute stream: takes the addresses of its weights now, and reads them there, later."""
+
+    stream: Worker | None = None
+
+    def forward(self, x: list[torch.Tensor]) -> list[torch.Tensor]:
+        weights = [p.detach() for p in (self.up.weight, self.up.bias, self.down.weight, self.down.bias)]
+        result: list[torch.Tensor] = []
+
+        def compute() -> None:
+            up, up_bias, down, down_bias = weights
+            half = functional.linear(torch.tanh(functional.linear(x[0], up, up_bias)), down, down_bias)
+            time.sleep(0.001)
+            again = functional.linear(torch.tanh(functional.linear(x[0], up, up_bias)), down, down_bias)
+            result.append(x[0] + half + again)
+
+        if LateBlock.stream is None:
+            compute()
+        else:
+            LateBlock.stream.todo.put(compute)
+        return result
+
+
+class LateStack(nn.Module):
+    """Late blocks, in any order; the host runs far ahead of them and waits at the end of a forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LateBlock(16, width) for width in (24, 40, 8, 24, 16))
+        self.order: Sequence[int] = range(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = [x]
+        for index in self.order:
+            values = self.blocks[index](values)
+        if LateBlock.stream is not None:
+            done = threading.Event()
+            LateBlock.stream.todo.put(done.set)
+            assert done.wait(30), "computing waits for something that never comes"
+            assert not LateBlock.stream.errors, LateBlock.stream.errors
+        return values[0]
+
+
+def outputs(seed: int, drops: str = "", rank: int = 0, **options) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What passes in varying order give with the double, and what they should give."""
+    orders = [(0, 1, 2, 3, 4), (0, 2, 2, 4), (4, 1, 3, 0), (0, 1, 2, 3, 4)]
+    model, reference = toy(LateStack), toy(LateStack)
+    platform = DelayedPlatform(torch.device("cpu"), seed, drops)
+    with patch.object(api, "get_platform", lambda device: platform):
+        handle = apply_distributed_layerwise_offload(model, **options)
+    got, expected = [], []
+    try:
+        with torch.no_grad():
+            for step, order in enumerate(orders):
+                model.order = reference.order = order
+                LateBlock.stream = platform.compute
+                got.append(model(feed(step + rank)))
+                LateBlock.stream = None
+                expected.append(reference(feed(step + rank)))
+    finally:
+        LateBlock.stream = None
+        handle.remove()
+    return got, expected
+
+
+@pytest.mark.parametrize("transfer", ("local", "all_gather"))
+def test_right_whatever_the_delays(transfer: str) -> None:
+    for seed in range(12):
+        got, expected = outputs(seed, transfer=transfer, num_slots=2 + seed % 3)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected)), seed
+
+
+def _on_ranks(rank: int, size: int) -> None:
+    for seed in range(8):
+        got, expected = outputs(100 * rank + seed, rank=rank, num_slots=2 + seed % 2)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected)), seed
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_right_on_ranks(size: int) -> None:
+    run_ranks(size, _on_ranks)
+
+
+@pytest.mark.parametrize("drops", ("free", "ready"))
+@pytest.mark.parametrize("transfer", ("local", "all_gather"))
+def test_a_missing_wait_shows(transfer: str, drops: str) -> None:
+    wrong = 0
+    for seed in range(6):
+        got, expected = outputs(seed, drops, transfer=transfer)
+        wrong += not all(torch.equal(a, b) for a, b in zip(got, expected))
+    assert wrong, f"nothing notices that '{drops}' is not waited for"
+
+
+def _missing_arrival(rank: int, size: int) -> int:
+    wrong = 0
+    for seed in range(6):
+        got, expected = outputs(seed, "arrived" if rank == 1 else "", rank=rank)
+        wrong += not all(torch.equal(a, b) for a, b in zip(got, expected))
+    return wrong
+
+
+def test_a_gather_before_its_copy_shows() -> None:
+    assert any(run_ranks(2, _missing_arrival))
