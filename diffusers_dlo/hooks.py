@@ -36,11 +36,14 @@ class DistributedLayerwiseOffloadHook(ModelHook):
 
     def __init__(self, on_removal: Callable[[], None]) -> None:
         super().__init__()
+        self.leaving = False
         self._on_removal = on_removal
 
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:
-        """What diffusers calls when the hook is removed."""
-        self._on_removal()
+        """What diffusers calls when the hook is removed: by its own tools, unless we are `leaving` ourselves."""
+        if not self.leaving:
+            self.leaving = True
+            self._on_removal()
         return module
 
 
@@ -93,13 +96,13 @@ class ComponentHooks:
 
     def _attach(self, module: nn.Module, unit: Unit) -> None:
         engine = self._engine
-        trainable = any(tensor.born.requires_grad for tensor in unit.tensors)
 
         # Disabled *directly*, which is what lets torch.compile(fullgraph=True) step around them without a break.
         @torch.compiler.disable
         def pre(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if torch.is_grad_enabled():
-                _refuse_grad(unit, trainable or any(t.requires_grad for t in iter_tensors((args, kwargs))))
+                managed = (tensor.born for tensor in unit.tensors)
+                _refuse_grad(unit, any(t.requires_grad for t in (*managed, *iter_tensors((args, kwargs)))))
             engine.acquire(unit)
 
         @torch.compiler.disable
@@ -212,13 +215,14 @@ def _remove_marker(root: nn.Module) -> None:
     under it through `original_forward`, which the registry does not mend on removal; we do.
     """
     registry = getattr(root, "_diffusers_hook", None)
-    if registry is None or registry.get_hook(MARKER) is None:
+    marker = registry.get_hook(MARKER) if registry is not None else None
+    if marker is None or marker.leaving:
         return
     index = registry._hook_order.index(MARKER)
     under = registry._fn_refs[index].forward
     over = registry._fn_refs[index + 1 :][:1]
     replaced = [(ref, ref.forward) for ref in over if ref.original_forward is not None]
-    registry.hooks[MARKER]._on_removal = _nothing
+    marker.leaving = True
     registry.remove_hook(MARKER, recurse=False)
     for ref, forward in replaced:
         ref.forward, ref.original_forward = forward, under
@@ -226,7 +230,3 @@ def _remove_marker(root: nn.Module) -> None:
         if getattr(vars(root).get("forward"), "__func__", None) is type(root).forward:
             del root.forward
         del root._diffusers_hook
-
-
-def _nothing() -> None:
-    return None
