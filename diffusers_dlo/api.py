@@ -20,12 +20,13 @@ from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform, get_platform, resolve_device
 from .distributed.group import OffloadGroup, form_group, introduce, join_world, local_rank, open_gather
 from .engine import Engine, get_engine
+from .guards import is_guarded
 from .host.choice import create_store
 from .host.store import HostStore
 from .offload_plan import OffloadPlan, build_plan, select
 from .report import OffloadReport, make_report
 from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
-from .validation import refuse_enabled, validate_module
+from .validation import refuse_enabled, validate_module, validate_placed
 
 
 logger = logging.get_logger(__name__)
@@ -104,14 +105,21 @@ class OffloadHandle:
         store, self._store = self._store, None
         while self._undo:
             self._undo.pop()()
+        lost: RuntimeError | None = None
         with torch.inference_mode(False), torch.no_grad():
             for part in self._parts:
-                part.detach()
-            for part in self._parts:
-                move_tensors(owned_tensors(part.module), torch.device("cpu"), [])
-            for module in self._placed.values():
+                try:
+                    part.detach()
+                except RuntimeError as error:
+                    lost = error
+            for module in (*(part.module for part in self._parts), *self._placed.values()):
                 move_tensors(owned_tensors(module), torch.device("cpu"), [])
         store.close()
+        if lost is not None:
+            raise RuntimeError(
+                f"The offload is off, but weights are lost with the rank that held their shards ({lost}). Load the "
+                'model again; host="packed" keeps them whole on every host.'
+            ) from lost
 
 
 def apply_distributed_layerwise_offload(
@@ -194,12 +202,18 @@ def _enable_in_group(
     said: dict[str, Any] = {}
     with group.agreement("enable: plan", said) as replies:
         selection = choose(config)
-        for name, module in {**selection.streamed, **selection.placed}.items():
+        for name, module in selection.streamed.items():
             validate_module(module, name, config.transfer_for(group.size))
-            refuse_enabled(name, get_handle(module) is not None)
+        for name, module in selection.placed.items():
+            validate_placed(module, name)
+        for name, module in {**selection.streamed, **selection.placed}.items():
+            refuse_enabled(name, any(get_handle(part) is not None or is_guarded(part) for part in module.modules()))
         plan = build_plan(selection, config, group.size)
         engine = get_engine(platform, group)
-        parts = [Attachment(selection.streamed[component.name], component, engine) for component in plan.components]
+        parts = [
+            Attachment(selection.streamed[component.name], component, config.blocks_of(component.name), engine)
+            for component in plan.components
+        ]
         lines = plan.summary_lines()
         if group.size > 1:
             lines += [line for part in parts for line in part.fingerprints()]

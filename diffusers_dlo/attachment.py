@@ -7,18 +7,20 @@ from whatever point enabling had reached. Must not talk to other ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
+from .block_discovery import find_units
 from .engine import Engine
 from .guards import Guards
 from .hooks import ComponentHooks
 from .host.store import HostStore, tensor_view
 from .offload_plan import ComponentPlan
-from .tensor_utils import ManagedTensor, flat_bytes, partition_tensors
+from .tensor_utils import ManagedTensor, flat_bytes
 from .units import Component, Unit
 
 
@@ -38,20 +40,25 @@ class Attachment:
     Args:
         module (`nn.Module`): the component, unwrapped.
         plan (`ComponentPlan`): its plan.
+        block_names (`Sequence[str]`, *optional*): the lists that the plan was made with.
         engine (`Engine`): what streams it.
     """
 
-    def __init__(self, module: nn.Module, plan: ComponentPlan, engine: Engine) -> None:
+    def __init__(
+        self, module: nn.Module, plan: ComponentPlan, block_names: Sequence[str] | None, engine: Engine
+    ) -> None:
         self.module = module
         self.plan = plan
         self._engine = engine
-        self._unit_modules = [module.get_submodule(unit.name) for unit in (*plan.blocks, *plan.leaves)]
-        self._owned, self.resident = partition_tensors(module, self._unit_modules)
+        units, self.resident = find_units(module, block_names)
+        self._unit_modules = [unit.module for unit in units]
+        self._owned = [unit.tensors for unit in units]
         self._component: Component | None = None
         self._hooks: ComponentHooks | None = None
         self._guards: Guards | None = None
         self._store: HostStore | None = None
         self._dropped: set[int] = set()
+        self._dropped_module: weakref.finalize | None = None
 
     @property
     def component(self) -> Component:
@@ -108,6 +115,10 @@ class Attachment:
         self._guards = Guards(self.component, self.module, self._engine.platform.device)
         self._hooks = ComponentHooks(self._engine, self.component, self.module, self._unit_modules, on_removal)
         object.__setattr__(self.module, _HANDLE, handle)
+        # A pipeline that is dropped without disabling gives its memory back too. At exit there is nothing to give
+        # back.
+        self._dropped_module = weakref.finalize(self.module, self._engine.discard, self.component)
+        self._dropped_module.atexit = False
 
     def detach(self) -> None:
         """
@@ -115,6 +126,8 @@ class Attachment:
         engine. Where the store has only shards, all ranks do this together. Idempotent.
         """
         vars(self.module).pop(_HANDLE, None)
+        if self._dropped_module is not None:
+            self._dropped_module.detach()
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None

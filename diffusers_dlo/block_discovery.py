@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .tensor_utils import OwnedTensor, partition_tensors
+
 
 _BLOCKS_ATTRIBUTE = "_layerwise_offload_blocks_attrs"
 
@@ -119,7 +121,10 @@ def select_components(
         for name in names:
             if name not in modules:
                 raise ValueError(f"'{name}' is not a component with weights; this pipeline has: {', '.join(modules)}.")
-        denoisers = {name: modules[name] for name in names}
+        denoisers: dict[str, nn.Module] = {}
+        for name in names:
+            if all(modules[name] is not other for other in denoisers.values()):
+                denoisers[name] = modules[name]
     else:
         denoisers = {
             name: module
@@ -164,6 +169,40 @@ def _has_blocks(module: nn.Module, names: Sequence[str] | None) -> bool:
         return bool(discover_blocks(module).blocks)
     except ValueError:
         return False
+
+
+@dataclass(frozen=True)
+class FoundUnit:
+    """A block or leaf that streams, with the tensors it alone holds."""
+
+    name: str
+    module: nn.Module
+    tensors: list[OwnedTensor]
+    is_leaf: bool
+
+
+def find_units(model: nn.Module, names: Sequence[str] | None = None) -> tuple[list[FoundUnit], list[OwnedTensor]]:
+    """
+    The blocks and then the leaves of `model` that have tensors to stream, and the tensors that stay on the device.
+
+    Raises:
+        `ValueError`: as `discover_blocks`, or blocks that share all their weights.
+    """
+    discovery = discover_blocks(model, names)
+    every = [*discovery.blocks.items(), *discovery.leaves.items()]
+    managed, resident = partition_tensors(model, [module for _, module in every])
+    units = [
+        FoundUnit(name, module, tensors, is_leaf=index >= len(discovery.blocks))
+        for index, ((name, module), tensors) in enumerate(zip(every, managed))
+        if tensors
+    ]
+    if all(unit.is_leaf for unit in units):
+        raise ValueError(
+            f"No blocks found to stream in {type(model).__name__!r}: {', '.join(discovery.blocks)} share all their "
+            "weights or have only single numbers. Name other lists with blocks=[...], or leave this model out with "
+            "components=[...]."
+        )
+    return units, resident
 
 
 def _members(name: str, module_list: nn.ModuleList) -> Iterator[tuple[str, nn.Module]]:

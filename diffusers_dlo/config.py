@@ -58,9 +58,11 @@ class DistributedLayerwiseOffloadConfig:
 
     def __post_init__(self) -> None:
         if self.onload_device is not None:
+            if not isinstance(self.onload_device, (str, torch.device)):
+                raise TypeError(f"'onload_device' must be a torch device or its name, got {self.onload_device!r}.")
             try:
                 object.__setattr__(self, "onload_device", torch.device(self.onload_device))
-            except (RuntimeError, TypeError) as error:
+            except RuntimeError as error:
                 raise ValueError(f"'onload_device' must name a torch device, got {self.onload_device!r}.") from error
             if self.onload_device.type == "meta":  # type: ignore[union-attr]
                 raise ValueError("'onload_device' must be a device that computes, got 'meta'.")
@@ -140,5 +142,8 @@ def _freeze_blocks(
         return tuple(value)
 
     if isinstance(blocks, Mapping):
+        for component in blocks:
+            if not isinstance(component, str):
+                raise TypeError(f"'blocks' must map names of components to lists, got the name {component!r}.")
         return {component: names(value, f"'blocks[{component!r}]'") for component, value in blocks.items()}
     return names(blocks, "'blocks'")

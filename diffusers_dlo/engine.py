@@ -30,6 +30,7 @@ class Engine:
         self._components: dict[str, Component] = {}
         self._thread: int | None = None
         self._names = 0
+        self._discarded: list[Component] = []
 
     def new_name(self, name: str) -> str:
         """A component name that no other pipeline of this process uses, the same on all ranks."""
@@ -60,6 +61,23 @@ class Engine:
             self._release_leaf(leaf)
         self._components.pop(component.name, None)
 
+    def discard(self, component: Component) -> None:
+        """
+        Lets go of a component whose module is gone, and of its store with the last of its components: now, or once the
+        forward that this interrupts has ended.
+        """
+        self._discarded.append(component)
+        if self._thread is None:
+            self._bury()
+
+    def _bury(self) -> None:
+        while self._discarded:
+            component = self._discarded.pop()
+            self.detach(component)
+            store = component.units[0].store
+            if all(unit.store is not store for other in self._components.values() for unit in other.units):
+                store.close()
+
     @property
     def idle(self) -> bool:
         """Whether nothing is attached."""
@@ -80,8 +98,11 @@ class Engine:
 
     def leave(self, component: Component, complete: bool) -> None:
         """A forward of the component has ended; `complete` is False where it raised."""
-        self._thread = None
-        self.lanes[component.plan.transfer].leave(component, complete)
+        try:
+            self.lanes[component.plan.transfer].leave(component, complete)
+        finally:
+            self._thread = None
+            self._bury()
 
     def acquire(self, unit: Unit) -> None:
         """Makes a unit's tensors readable on the current stream."""

@@ -109,7 +109,7 @@ class GatherLane(Lane):
             self.finish()
             self._begin(component, block)
 
-    def _fetch_ahead(self, component: Component, block: Unit, slot: Slot) -> None:
+    def _fetch_ahead(self, component: Component, block: Unit) -> None:
         assert self.ring is not None and self._lap is not None
         while self._lap.remaining and not self.ring.next_slot.holds:
             self._fetch_next()

@@ -88,6 +88,11 @@ class Guards:
         self._shadows.append((module, name))
 
 
+def is_guarded(module: nn.Module) -> bool:
+    """Whether a module is part of a component that is offloaded."""
+    return getattr(vars(module).get("_apply"), "guards_offload", False)
+
+
 class PipelineGuards:
     """The refusals on a pipeline object, taken back together."""
 
@@ -139,6 +144,7 @@ def _apply_guard(
                     tensor.data = fn(tensor)
         return module
 
+    apply.guards_offload = True  # type: ignore[attr-defined]
     return apply
 
 

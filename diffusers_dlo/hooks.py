@@ -214,9 +214,11 @@ def _remove_marker(root: nn.Module) -> None:
     Takes the marker out of the registry. A hook that was registered after it and replaces forward calls what lies
     under it through `original_forward`, which the registry does not mend on removal; we do.
     """
-    registry = getattr(root, "_diffusers_hook", None)
-    marker = registry.get_hook(MARKER) if registry is not None else None
-    if marker is None or marker.leaving:
+    registry: HookRegistry | None = getattr(root, "_diffusers_hook", None)
+    if registry is None:
+        return
+    marker = registry.get_hook(MARKER)
+    if not isinstance(marker, DistributedLayerwiseOffloadHook) or marker.leaving:
         return
     index = registry._hook_order.index(MARKER)
     under = registry._fn_refs[index].forward

@@ -122,15 +122,14 @@ class Lane:
         component = self.components[block.component]
         slot = self._reach(component, block)
         slot.holds += 1
+        block.slot, block.holds = slot, 1
         try:
-            self._fetch_ahead(component, block, slot)
+            self._fetch_ahead(component, block)
+            self.platform.compute_wait(slot.ready)
+            block.point(block.views[slot.index].tensors)
         except BaseException:
-            slot.holds -= 1
+            self._let_go([block])
             raise
-        self.platform.compute_wait(slot.ready)
-        block.point(block.views[slot.index].tensors)
-        block.slot = slot
-        block.holds = 1
         component.trace.setdefault(block.index)
 
     def release(self, block: Unit) -> None:
@@ -168,7 +167,7 @@ class Lane:
         """The slot that holds `block`, once it has been fetched."""
         raise NotImplementedError
 
-    def _fetch_ahead(self, component: Component, block: Unit, slot: Slot) -> None:
+    def _fetch_ahead(self, component: Component, block: Unit) -> None:
         """Fetches what comes after `block` into the slots that are free for it."""
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ class LocalLane(Lane):
             component.adopt(component.full_order)
         return self.ring.find(component.name, block.index) or self._fetch(block)
 
-    def _fetch_ahead(self, component: Component, block: Unit, slot: Slot) -> None:
+    def _fetch_ahead(self, component: Component, block: Unit) -> None:
         assert self.ring is not None
         order = component.order
         position = order.index(block.index)

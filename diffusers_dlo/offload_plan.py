@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
-from .block_discovery import Selection, discover_blocks, select_components
+from .block_discovery import Selection, find_units, select_components
 from .config import DistributedLayerwiseOffloadConfig
-from .tensor_utils import OwnedTensor, nbytes_of, owned_tensors, partition_tensors
-from .validation import validate_blocks_option
+from .tensor_utils import OwnedTensor, nbytes_of, owned_tensors
+from .validation import refuse_fixed_addresses, validate_blocks_option
 
 
 if TYPE_CHECKING:
@@ -203,21 +203,14 @@ def plan_component(
     Raises:
         `ValueError`: no blocks, or a name in `block_names` that does not exist.
     """
-    discovery = discover_blocks(module, block_names)
-    names = [*discovery.blocks, *discovery.leaves]
-    units = [*discovery.blocks.values(), *discovery.leaves.values()]
-    managed, resident = partition_tensors(module, units)
-    layouts = [
-        _layout(unit_name, owned, is_leaf=index >= len(discovery.blocks))
-        for index, (unit_name, owned) in enumerate(zip(names, managed))
-    ]
-    # A unit all of whose tensors stay on the device (shared, say) has nothing to stream.
+    units, resident = find_units(module, block_names)
+    layouts = [_layout(unit.name, unit.tensors, unit.is_leaf) for unit in units]
     return ComponentPlan(
         name=name,
         class_name=type(module).__name__,
         transfer=transfer,
-        blocks=tuple(layout for layout in layouts if layout.tensors and not layout.is_leaf),
-        leaves=tuple(layout for layout in layouts if layout.tensors and layout.is_leaf),
+        blocks=tuple(layout for layout in layouts if not layout.is_leaf),
+        leaves=tuple(layout for layout in layouts if layout.is_leaf),
         resident_nbytes=nbytes_of(resident),
         transient=transient,
     )
@@ -313,16 +306,21 @@ def select(
     if isinstance(module_or_pipeline, nn.Module):
         if components is not None:
             raise ValueError("'components' belongs to a pipeline; a single module is one component.")
-        return Selection({"model": unwrap_module(module_or_pipeline)}, frozenset(), {})
+        return Selection({"model": _unwrap(module_or_pipeline, "model")}, frozenset(), {})
     named = getattr(module_or_pipeline, "components", None)
     if not isinstance(named, Mapping):
         raise TypeError(
             f"Expected a torch.nn.Module or a DiffusionPipeline, got {type(module_or_pipeline).__name__!r}."
         )
-    modules = {name: unwrap_module(value) for name, value in named.items() if isinstance(value, nn.Module)}
+    modules = {name: _unwrap(value, name) for name, value in named.items() if isinstance(value, nn.Module)}
     return select_components(
         modules, components, config.blocks_of if isinstance(config.blocks, Mapping) else _class_decides
     )
+
+
+def _unwrap(module: nn.Module, name: str) -> nn.Module:
+    refuse_fixed_addresses(module, module.forward, name)
+    return unwrap_module(module)
 
 
 def _class_decides(name: str) -> None:

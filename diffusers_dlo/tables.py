@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 def format_bytes(nbytes: float) -> str:
     """`nbytes` for people: binary units, three digits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1000 or unit == "GiB":
-            break
+    units = ["B", "KiB", "MiB", "GiB"]
+    while nbytes >= 999.5 and len(units) > 1:
         nbytes /= 1024
-    return (
-        f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}" if nbytes < 1000 else f"{nbytes:,.0f} {unit}"
-    )
+        units.pop(0)
+    unit = units[0]
+    if unit == "B" or nbytes >= 99.95:
+        return f"{nbytes:,.0f} {unit}"
+    return f"{nbytes:.3g} {unit}"
 
 
 def render_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

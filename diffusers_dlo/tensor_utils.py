@@ -68,32 +68,45 @@ def partition_tensors(
 ) -> tuple[list[list[OwnedTensor]], list[OwnedTensor]]:
     """
     Splits the tensors of `module` into those that are managed, for each of `units` (its blocks and leaves), and those
-    that stay on the device. A tensor that two units share, or a unit and the rest, stays; so does one of a single
-    element (an expanded placeholder could be written to), one whose elements overlap or have gaps, and an adapter's.
+    that stay on the device. What two units share, or a unit and the rest, stays: be it a tensor or a whole module. So
+    does a tensor of a single element (an expanded placeholder could be written to), one whose bytes are not its value
+    (overlapping, with gaps, lazily conjugated or negated), and an adapter's.
     """
-    home: dict[int, set[int]] = {}
-    for index, unit in enumerate(units):
-        for submodule in unit.modules():
-            home.setdefault(id(submodule), set()).add(index)
+    homes = _homes(module, units)
     adapters = _adapter_modules(module)
     managed: list[list[OwnedTensor]] = [[] for _ in units]
     resident: list[OwnedTensor] = []
     for owned in owned_tensors(module):
-        homes = [home.get(id(owner.module), set()) for owner in owned.owners]
-        first = homes[0]
         tensor = owned.tensor
+        where = set().union(*(homes[id(owner.module)] for owner in owned.owners))
         streams = (
-            len(first) == 1
-            and all(other == first for other in homes)
+            len(where) == 1
+            and None not in where
             and tensor.numel() > 1
             and is_non_overlapping_and_dense_or_false(tensor)
+            and not (tensor.is_conj() or tensor.is_neg())
             and not any(id(owner.module) in adapters for owner in owned.owners)
         )
         if streams:
-            managed[next(iter(first))].append(owned)
+            managed[where.pop()].append(owned)  # type: ignore[index]
         else:
             resident.append(owned)
     return managed, resident
+
+
+def _homes(module: nn.Module, units: Sequence[nn.Module]) -> dict[int, set[int | None]]:
+    """For each module inside `module`, by id, the units it lies in; None stands for the rest of the model."""
+    index_of = {id(unit): index for index, unit in enumerate(units)}
+    homes: dict[int, set[int | None]] = {}
+    todo: list[tuple[nn.Module, int | None]] = [(module, None)]
+    while todo:
+        current, home = todo.pop()
+        home = index_of.get(id(current), home)
+        seen = homes.setdefault(id(current), set())
+        if home not in seen:
+            seen.add(home)
+            todo += [(child, home) for child in current.children()]
+    return homes
 
 
 def _adapter_modules(module: nn.Module) -> set[int]:
@@ -135,7 +148,8 @@ def typed_view(
 def make_offload_placeholder(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """
     A stand-in for `tensor` on `device` that costs one element: a NaN (the smallest value of an integer dtype) expanded
-    to the true shape. Shape, dtype and device stay true; an in-place write raises, a read is noticed or yields NaN.
+    to the true shape. Shape, dtype and device stay true. A read yields NaN at best; most in-place writes raise at
+    once, and the others (`fill_`, `zero_`) at the block's next turn, see `ManagedTensor.check_unwritten`.
     """
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         value: float | int | bool = float("nan")
@@ -247,7 +261,7 @@ class ManagedTensor:
         self.born = born_on_device(owned.tensor, self.placeholder)
         self.kept = False
         "Whether forward wrote to it: its value is this rank's own from then on, and stays on the device."
-        self._version = 0
+        self._version = self.born._version
 
     def insert(self) -> None:
         """Puts the stand-in in the modules."""
@@ -257,10 +271,22 @@ class ManagedTensor:
         """Lets go of the original's memory; its bytes are in a host store now."""
         set_tensor_storage(self.original, torch.empty(0, dtype=self.original.dtype, device=self.original.device))
 
+    def check_unwritten(self) -> None:
+        """
+        Raises if somebody wrote to the placeholder.
+
+        Raises:
+            `RuntimeError`: naming the tensor: what was written has no effect.
+        """
+        if self.born._version != self._version:
+            raise RuntimeError(
+                f"'{self.name}' was written to while its block was not on the device, so the new value is lost. "
+                "Disable the offload, change the weights, and enable it again."
+            )
+
     def point(self, view: torch.Tensor) -> None:
         """Points the stand-in at a block's bytes in a slot."""
         self.born.data = view
-        self._version = self.born._version
 
     def unpoint(self, view: torch.Tensor) -> None:
         """Points the stand-in at its placeholder again; a value that forward wrote is kept on the device instead."""
@@ -268,6 +294,7 @@ class ManagedTensor:
             with torch.inference_mode(False):
                 self.born.data = view.clone()
             self.kept = True
+            self._version = self.born._version
         else:
             self.born.data = self.placeholder
 

@@ -66,19 +66,21 @@ class Unit:
 
     def point(self, views: Sequence[torch.Tensor]) -> None:
         """Points its tensors at its bytes on the device."""
+        for _, tensor in self._streaming:
+            tensor.check_unwritten()
         self._pointed = views
         for index, tensor in self._streaming:
             tensor.point(views[index])
 
     def unpoint(self) -> None:
         """Takes its tensors back; those that forward wrote to stay with their new value and stream no more."""
-        kept = False
+        views, self._pointed = self._pointed, ()
+        if not views:
+            return
         for index, tensor in self._streaming:
-            tensor.unpoint(self._pointed[index])
-            kept |= tensor.kept
-        if kept:
-            self._streaming = [(i, t) for i, t in self._streaming if not t.kept]
-        self._pointed = ()
+            tensor.unpoint(views[index])
+        if any(tensor.kept for _, tensor in self._streaming):
+            self._streaming = [(index, tensor) for index, tensor in self._streaming if not tensor.kept]
 
     def __str__(self) -> str:
         return f"block '{self.layout.name}' of '{self.component}'"

@@ -68,6 +68,38 @@ def validate_module(module: nn.Module, name: str, transfer: str) -> None:
     refuse_foreign_offload(module, name)
     _refuse_sharded(module, name, transfer)
     _refuse_quantized(module, name, transfer)
+    for submodule in module.modules():
+        refuse_fixed_addresses(submodule, submodule._compiled_call_impl, name)
+    _refuse_meta(module, name)
+
+
+def validate_placed(module: nn.Module, name: str) -> None:
+    """
+    Refuses a component that is only placed on the device, but cannot be.
+
+    Raises:
+        `ValueError`: something else moves its weights. `RuntimeError`: weights without values.
+    """
+    refuse_foreign_offload(module, name)
+    _refuse_meta(module, name)
+
+
+def refuse_fixed_addresses(module: nn.Module, compiled: object, name: str) -> None:
+    """
+    Refuses what was compiled into CUDA graphs, which replay with the addresses they recorded.
+
+    Raises:
+        `ValueError`: naming the mode.
+    """
+    read = getattr(compiled, "get_compiler_config", None)
+    if read is not None and (read() or {}).get("triton.cudagraphs"):
+        raise ValueError(
+            f"'{name}' ({type(module).__name__}) is compiled with mode=\"reduce-overhead\" or another that records "
+            "CUDA graphs: they replay fixed addresses, and a block's address changes with its slot. Compile without."
+        )
+
+
+def _refuse_meta(module: nn.Module, name: str) -> None:
     for path, tensor in _tensors(module):
         if tensor.is_meta:
             raise RuntimeError(
@@ -77,12 +109,14 @@ def validate_module(module: nn.Module, name: str, transfer: str) -> None:
 
 
 def _refuse_sharded(module: nn.Module, name: str, transfer: str) -> None:
-    parallel = getattr(module, "_tp_size", None) or getattr(
-        getattr(module, "_parallel_config", None), "tp_degree", None
-    )
-    if isinstance(parallel, int) and parallel > 1:
+    # transformers keeps the degree on the model, diffusers in its parallel configuration.
+    config = getattr(getattr(module, "_parallel_config", None), "tensor_parallel_config", None)
+    mesh = getattr(config, "mesh", None)
+    degree = mesh.size() if mesh is not None else getattr(config, "tp_degree", None)
+    degree = degree or getattr(module, "_tp_size", None) or 1
+    if degree > 1:
         raise ValueError(
-            f"'{name}' is split by tensor parallelism of degree {parallel}; layerwise offload shards by data-parallel "
+            f"'{name}' is split by tensor parallelism of degree {degree}; layerwise offload shards by data-parallel "
             "rank. Use one of the two."
         )
     for path, tensor in _tensors(module):

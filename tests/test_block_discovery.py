@@ -297,6 +297,9 @@ def test_a_linear_in_a_block_is_no_leaf() -> None:
     model.blocks[0].wide = nn.Linear(16, 2000)
     model.blocks[1].wide = model.blocks[0].wide
     assert discover_blocks(model).leaves == {}
+    # Nor is one that is a whole block, or all that a block has.
+    model.blocks = nn.ModuleList([nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16)), nn.Embedding(17, 16)])
+    assert list(discover_blocks(model).leaves) == ["inp", "out"], "those outside are as large as the largest block"
 
 
 def test_tied_leaves_stay_on_the_device() -> None:

@@ -186,3 +186,56 @@ def test_blocks_inside_each_other_need_slots() -> None:
             assert torch.equal(model(feed(0)), expected(feed(0)))
             assert torch.equal(model(feed(1)), expected(feed(1)))
         handle.remove()
+
+
+def test_a_dropped_model_gives_its_memory_back() -> None:
+    """Also when it is collected in the middle of another model's forward, whose slots it shares."""
+    keeper, reference = toy(toys.Stack, 4), toy(toys.Stack, 4)
+    handle = apply_distributed_layerwise_offload(keeper)
+    gc.collect()
+    files = len(os.listdir("/proc/self/fd"))
+    dropped = [toy(toys.Stack, 3)]
+    apply_distributed_layerwise_offload(dropped[0], num_slots=4)
+    assert len(os.listdir("/proc/self/fd")) > files
+
+    def drop(*_: object) -> None:
+        dropped.clear()
+        gc.collect()
+
+    hook = keeper.blocks[1].up.register_forward_pre_hook(drop)
+    with torch.no_grad():
+        assert torch.equal(keeper(feed(0)), reference(feed(0)))
+        hook.remove()
+        assert len(os.listdir("/proc/self/fd")) == files
+        assert torch.equal(keeper(feed(1)), reference(feed(1)))
+    handle.remove()
+
+
+def test_writing_to_a_weight_outside_its_turn_is_an_error_and_not_lost_in_silence() -> None:
+    model, reference = toy(toys.Stack, 3), toy(toys.Stack, 3)
+    handle = apply_distributed_layerwise_offload(model)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError):
+            model.blocks[1].up.weight.add_(1)
+        assert torch.equal(model(feed(0)), reference(feed(0)))
+        model.blocks[1].up.weight.zero_()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="'blocks.1.up.weight' was written to while its block was not"):
+                model(feed(0))
+        handle.remove()
+        assert torch.equal(model(feed(0)), reference(feed(0)))
+
+
+def test_two_models_share_the_slots_and_leave_in_any_order() -> None:
+    models = [toy(toys.Stack, n, seed=n) for n in (2, 5, 3)]
+    references = [toy(toys.Stack, n, seed=n) for n in (2, 5, 3)]
+    handles = [apply_distributed_layerwise_offload(m, num_slots=2 + i) for i, m in enumerate(models)]
+    largest = max(block.padded_nbytes(1) for handle in handles for block in handle.plan.blocks)
+    assert handles[0].report().device_slot_bytes == 4 * largest
+    with torch.no_grad():
+        for which in (0, 1, 2, 2, 1, 0, 1):
+            assert torch.equal(models[which](feed(which)), references[which](feed(which)))
+        for gone in (1, 0, 2):
+            handles[gone].remove()
+            for which in range(3):
+                assert torch.equal(models[which](feed(which)), references[which](feed(which)))

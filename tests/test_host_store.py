@@ -316,20 +316,6 @@ def test_a_private_image_is_the_callers_own() -> None:
     assert not neighbour.any()
 
 
-def test_a_private_image_is_the_callers_own_also_the_second_time() -> None:
-    model = MODELS["large"]()
-    (store,) = packed_stores(plan_of(model, "packed", 1))
-    fill([store], model)
-    expected = images_of(store.plan, model)
-    first, second = store.private_image(0), store.private_image(0)
-    first.fill_(255)
-    kept = [image.clone() for image in (store.image(0), second)]
-    store.close()
-    del first, second
-    for image in kept:
-        assert_image(image, expected[0])
-
-
 def test_unwritten_pages_of_a_private_image_take_no_memory_of_its_own() -> None:
     """Copy on write, and not a copy: ranks go on sharing what none of them writes to."""
     model = toy(lambda: toys.Stack(1, dim=512, widths=(2048,)))  # type: ignore[arg-type]
@@ -419,14 +405,20 @@ def test_closing_a_pinned_store_lets_its_memory_go(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_file_has_no_name_and_is_reserved_in_full() -> None:
-    nbytes = 3 * PAGE
+    """Reserved by the ranks, each its own shards, when they map the file; before anything is written."""
+    plan = plan_of(MODELS["large"](), "packed", 1)
+    nbytes = image_offsets(plan)[1]
     fd = create_shared_file(nbytes)
+    kept = os.dup(fd)
     try:
-        status = os.fstat(fd)
-        assert status.st_size == nbytes and status.st_blocks * 512 >= nbytes and status.st_nlink == 0
-        assert not os.get_inheritable(fd)
+        status = os.fstat(kept)
+        assert status.st_size == nbytes and status.st_nlink == 0 and not os.get_inheritable(fd)
+        store = PackedStore(plan, 0, Platform(CPU), fd)
+        stored = sum(unit.padded_nbytes(1) for _, unit in plan.units)
+        assert os.fstat(kept).st_blocks * 512 >= stored
+        store.close()
     finally:
-        os.close(fd)
+        os.close(kept)
 
 
 # ---------------------------------------------------------------------------------------------------- failures
@@ -439,10 +431,12 @@ def no_space(*_: object) -> NoReturn:
 def test_memory_that_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "posix_fallocate", no_space)
+    plan = plan_of(MODELS["large"](), "packed", 1)
+    nbytes = image_offsets(plan)[1]
     with pytest.raises(RuntimeError) as caught:
-        create_shared_file(3 << 30)
+        PackedStore(plan, 0, Platform(CPU), create_shared_file(nbytes))
     text = str(caught.value)
-    assert "3.00 GiB of shared memory" in text and "No space left on device" in text
+    assert f"{nbytes / 2**30:.2f} GiB of shared memory on rank 0" in text and "No space left on device" in text
     assert "Free host memory or raise the container's limit." in text
     assert len(os.listdir("/proc/self/fd")) == before
 

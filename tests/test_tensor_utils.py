@@ -118,9 +118,12 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "normal_": lambda t: t.normal_(),
     "uniform_": lambda t: t.uniform_(),
     "kaiming_uniform_": lambda t: nn.init.kaiming_uniform_(t),
+}
+QUIET_WRITES = {
     "zero_": lambda t: t.zero_(),
     "fill_": lambda t: t.fill_(1.0),
     "zeros_": lambda t: nn.init.zeros_(t),
+    "masked_fill_": lambda t: t.masked_fill_(torch.ones(3, 5, dtype=torch.bool), 2.0),
 }
 
 
@@ -130,6 +133,18 @@ def test_writing_to_a_placeholder_raises(write: str) -> None:
     with pytest.raises(RuntimeError):
         WRITES[write](placeholder)
     assert placeholder.isnan().all(), "and nothing was written"
+
+
+@pytest.mark.parametrize("write", QUIET_WRITES)
+def test_what_torch_lets_write_to_a_placeholder_is_noticed_at_the_next_turn(write: str) -> None:
+    module = nn.Linear(5, 3)
+    managed = ManagedTensor(owned_tensors(module)[0], CPU)
+    managed.insert()
+    managed.check_unwritten()
+    with torch.no_grad():
+        QUIET_WRITES[write](module.weight)
+    with pytest.raises(RuntimeError, match="'weight' was written to while its block was not on the device.*Disable"):
+        managed.check_unwritten()
 
 
 def test_a_placeholder_of_a_parameter_is_no_parameter() -> None:

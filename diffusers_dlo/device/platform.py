@@ -154,7 +154,17 @@ class CudaPlatform(AcceleratorPlatform):
             code = int(runtime.cudaHostRegister(address, nbytes, flags))
             if code == 0:
                 return
+            self._clear_error()
         raise RuntimeError(f"cudaHostRegister answered {code} for {nbytes / 2**20:.0f} MiB")
+
+    def _clear_error(self) -> None:
+        """
+        The runtime remembers a refusal, and the next check of an unrelated kernel would report it: be that check.
+        """
+        try:
+            torch.zeros(1, device=self.device)
+        except RuntimeError:
+            pass
 
     def unregister_host_memory(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)

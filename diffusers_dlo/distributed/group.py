@@ -50,8 +50,8 @@ class World:
             return self._exchange(json.dumps(value).encode())
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self.rank}: not all {self.size} ranks took part in enabling, or one of them has ended. All ranks "
-                f"of the launcher enable together, between forwards. ({str(error).splitlines()[0]})"
+                f"rank {self.rank}: not all {self.size} ranks took part in enabling, or one of them has ended. All "
+                f"ranks of the launcher enable together, between forwards. ({str(error).splitlines()[0]})"
             ) from error
 
     def _exchange(self, text: bytes) -> list[dict[str, Any]]:

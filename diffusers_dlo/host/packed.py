@@ -34,11 +34,10 @@ def image_offsets(plan: OffloadPlan) -> tuple[list[int], int]:
 
 def create_shared_file(nbytes: int) -> int:
     """
-    A file descriptor of nameless shared memory of `nbytes`, reserved in full now, so that a lack of memory is an error
-    here and not a bus error later. Where the system has no memfd, an unlinked temporary file.
+    A file descriptor of nameless shared memory of `nbytes`, none of it reserved yet; else of an unlinked file.
 
     Raises:
-        `RuntimeError`: the memory is not to be had.
+        `RuntimeError`: the system refused.
     """
     try:
         if hasattr(os, "memfd_create"):
@@ -46,29 +45,23 @@ def create_shared_file(nbytes: int) -> int:
         else:
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, nbytes)
-            else:
-                os.ftruncate(fd, nbytes)
-        except BaseException:
-            os.close(fd)
-            raise
     except OSError as error:
-        raise RuntimeError(
-            f"Cannot reserve {nbytes / 2**30:.2f} GiB of shared memory for the packed weights ({error.strerror}). "
-            "Free host memory or raise the container's limit."
-        ) from error
+        raise RuntimeError(f"Cannot create a shared file for the packed weights ({error.strerror}).") from error
+    os.ftruncate(fd, nbytes)
     return fd
 
 
 class PackedStore(HostStore):
     """
     One copy of all weights per host. Images follow each other in the plan's order, each on its own page, so a rank can
-    page-lock exactly what it copies.
+    page-lock exactly what it copies. Each rank reserves the shards it will copy: a lack of memory is then an error
+    here and not a bus error later, and on machines with several memory nodes a shard lies near the rank that reads it.
 
     Args:
         fd (`int`): the shared file; the store takes it over.
+
+    Raises:
+        `RuntimeError`: the memory is not to be had, or the driver does not page-lock it.
     """
 
     kind = "packed"
@@ -81,6 +74,8 @@ class PackedStore(HostStore):
             self._offsets, nbytes = image_offsets(plan)
             self._memory = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
             self._private: mmap.mmap | None = None
+            for unit in range(len(self.layouts)):
+                self._reserve(unit, fd)
             for unit in range(len(self.layouts)):
                 self._registrations.add(self._part(unit, self.whole[unit]))
         except BaseException:
@@ -103,7 +98,8 @@ class PackedStore(HostStore):
 
     def private_image(self, unit: int) -> torch.Tensor:
         if self._private is None:
-            # Copy-on-write: ranks go on sharing the pages that none of them writes to.
+            # Copy-on-write: ranks go on sharing the pages that none of them writes to. One mapping for all images,
+            # since each takes a file descriptor.
             assert self._fd is not None
             self._private = mmap.mmap(self._fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         count = self.layouts[unit].padded_nbytes(1)
@@ -120,6 +116,19 @@ class PackedStore(HostStore):
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def _reserve(self, unit: int, fd: int) -> None:
+        if not hasattr(os, "posix_fallocate"):
+            return
+        shard = self.layouts[unit].shard_nbytes(self.plan.group_size)
+        try:
+            os.posix_fallocate(fd, self._offsets[unit] + self.rank * shard, shard)
+        except OSError as error:
+            share = self._memory.numel() / self.plan.group_size / 2**30
+            raise RuntimeError(
+                f"Cannot reserve {share:.2f} GiB of shared memory on rank {self.rank} for the packed weights "
+                f"({error.strerror}). Free host memory or raise the container's limit."
+            ) from error
 
     def _part(self, unit: int, whole: bool) -> torch.Tensor:
         layout, start = self.layouts[unit], self._offsets[unit]

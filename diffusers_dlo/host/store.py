@@ -61,7 +61,9 @@ class HostStore(ABC):
 
     @abstractmethod
     def private_image(self, unit: int) -> torch.Tensor | None:
-        """As `image`, but the caller may keep it after `close` and write to it without anyone else seeing that."""
+        """
+        As `image`, but the caller, who asks once, may keep it after `close`, and only this rank sees what is written.
+        """
 
     @abstractmethod
     def write(self, unit: int, tensors: Sequence[torch.Tensor]) -> None:

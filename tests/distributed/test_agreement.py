@@ -227,3 +227,26 @@ def _world_mesh(rank: int, size: int) -> None:
 
 def test_mesh_of_two_groups() -> None:
     run_ranks(4, _world_mesh)
+
+
+def _hosts(rank: int, size: int) -> None:
+    """Ranks that do not share a host are replicas; a mesh that would join them is refused."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from diffusers_dlo.distributed import group
+
+    group.host_identity = lambda: f"host {rank // 2}"
+    model = toy(toys.Stack, 5)
+    mesh = init_device_mesh("cpu", (size,))
+    with pytest.raises(ValueError, match="do not all run on one host"):
+        apply_distributed_layerwise_offload(model, mesh=mesh)
+    handle = apply_distributed_layerwise_offload(model)
+    assert handle.plan.group_size == (2 if rank < 2 else 1)
+    assert handle.plan.components[0].transfer == ("all_gather" if rank < 2 else "local")
+    with torch.no_grad():
+        assert torch.equal(model(feed(rank)), toy(toys.Stack, 5)(feed(rank)))
+    handle.remove()
+
+
+def test_ranks_of_other_hosts_are_replicas() -> None:
+    run_ranks(3, _hosts)
