@@ -17,7 +17,7 @@ from diffusers_dlo import DistributedLayerwiseOffloadConfig as Config
 from diffusers_dlo import OffloadPlan, apply_distributed_layerwise_offload, plan_distributed_layerwise_offload
 from diffusers_dlo.device.platform import Platform
 from diffusers_dlo.distributed.group import World, form_group, introduce
-from diffusers_dlo.host import pinned
+from diffusers_dlo.host import packed, pinned
 from diffusers_dlo.host.choice import create_store
 from diffusers_dlo.host.packed import PackedStore, create_shared_file, image_offsets
 from diffusers_dlo.host.pinned import PinnedStore
@@ -430,6 +430,7 @@ def no_space(*_: object) -> NoReturn:
 
 def test_memory_that_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(packed, "_MADV_POPULATE_WRITE", 9999)  # as a kernel that does not know it
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     plan = plan_of(MODELS["large"](), "packed", 1)
     nbytes = image_offsets(plan)[1]
@@ -438,6 +439,8 @@ def test_memory_that_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     text = str(caught.value)
     assert f"{nbytes / 2**30:.2f} GiB of shared memory on rank 0" in text and "No space left on device" in text
     assert "Free host memory or raise the container's limit." in text
+    del caught  # its traceback holds the mapping
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -454,6 +457,7 @@ def test_enabling_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None
     """`packed` raises and leaves the model as it was; `auto` says so and takes the next kind."""
     model, reference = toy(toys.Stack, 3), toy(toys.Stack, 3)
     parameters = dict(model.named_parameters())
+    monkeypatch.setattr(packed, "_MADV_POPULATE_WRITE", 9999)  # as a kernel that does not know it
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     with pytest.raises(RuntimeError, match="cannot be kept in host memory: packed: .*No space left"):
         apply_distributed_layerwise_offload(model, host="packed")

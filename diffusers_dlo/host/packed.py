@@ -6,10 +6,14 @@ each. Must not outlive its mappings: the file has no name, so nothing is left be
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -17,6 +21,10 @@ from ..device.platform import Platform
 from ..offload_plan import OffloadPlan
 from .registration import Registrations
 from .store import Extent, HostStore, copy_range
+
+
+_MADV_POPULATE_WRITE = 23
+"""`madvise` advice of Linux 5.14 and later, which the standard library does not name yet."""
 
 
 def _align_page(nbytes: int) -> int:
@@ -72,10 +80,14 @@ class PackedStore(HostStore):
         self._registrations = Registrations(platform)
         try:
             self._offsets, nbytes = image_offsets(plan)
-            self._memory = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+            mapping = mmap.mmap(fd, nbytes)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):  # a wish: DMA from large pages needs fewer translations
+                    mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
             self._private: mmap.mmap | None = None
             for unit in range(len(self.layouts)):
-                self._reserve(unit, fd)
+                self._reserve(mapping, unit)
             for unit in range(len(self.layouts)):
                 self._registrations.add(self._part(unit, self.whole[unit]))
         except BaseException:
@@ -117,18 +129,30 @@ class PackedStore(HostStore):
             os.close(self._fd)
             self._fd = None
 
-    def _reserve(self, unit: int, fd: int) -> None:
-        if not hasattr(os, "posix_fallocate"):
-            return
+    def _reserve(self, mapping: mmap.mmap, unit: int) -> None:
+        """Has this rank's shard of a unit in memory, as an error where there is none left."""
+        if sys.platform != "linux":
+            return  # one rank, and memory comes as it is written to
         shard = self.layouts[unit].shard_nbytes(self.plan.group_size)
+        start = self._offsets[unit] + self.rank * shard
+        page = start // mmap.PAGESIZE * mmap.PAGESIZE
         try:
-            os.posix_fallocate(fd, self._offsets[unit] + self.rank * shard, shard)
+            mapping.madvise(_MADV_POPULATE_WRITE, page, start + shard - page)
         except OSError as error:
-            share = self._memory.numel() / self.plan.group_size / 2**30
-            raise RuntimeError(
-                f"Cannot reserve {share:.2f} GiB of shared memory on rank {self.rank} for the packed weights "
-                f"({error.strerror}). Free host memory or raise the container's limit."
-            ) from error
+            if error.errno != errno.EINVAL:
+                self._refuse(error)
+            try:
+                assert self._fd is not None
+                os.posix_fallocate(self._fd, start, shard)  # kernels before 5.14; in small pages
+            except OSError as older:
+                self._refuse(older)
+
+    def _refuse(self, error: OSError) -> NoReturn:
+        share = self._memory.numel() / self.plan.group_size / 2**30
+        raise RuntimeError(
+            f"Cannot reserve {share:.2f} GiB of shared memory on rank {self.rank} for the packed weights "
+            f"({error.strerror}). Free host memory or raise the container's limit."
+        ) from error
 
     def _part(self, unit: int, whole: bool) -> torch.Tensor:
         layout, start = self.layouts[unit], self._offsets[unit]
