@@ -6,6 +6,7 @@ Must not stream: that is the engine's, driven by hooks.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -201,6 +202,7 @@ def _enable_in_group(
 ) -> OffloadHandle:
     said: dict[str, Any] = {}
     with group.agreement("enable: plan", said) as replies:
+        gc.collect()  # what was dropped on one rank only would make the ranks' engines differ
         selection = choose(config)
         for name, module in selection.streamed.items():
             validate_module(module, name, config.transfer_for(group.size))
@@ -214,7 +216,7 @@ def _enable_in_group(
             Attachment(selection.streamed[component.name], component, config.blocks_of(component.name), engine)
             for component in plan.components
         ]
-        lines = plan.summary_lines()
+        lines = [f"streaming already: {engine.names}", *plan.summary_lines()]
         if group.size > 1:
             lines += [line for part in parts for line in part.fingerprints()]
         said["digest"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()

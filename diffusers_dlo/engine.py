@@ -49,11 +49,11 @@ class Engine:
         self._components[component.name] = component
         self.lanes[transfer].add(component, num_slots)
 
-    def detach(self, component: Component) -> None:
-        """Lets a component go, and its slots with the last one."""
+    def detach(self, component: Component, shrink: bool = True) -> None:
+        """Lets a component go, and its slots with the last one; see `Lane.remove`."""
         lane = self.lanes.get(component.plan.transfer)
         if lane is not None:
-            lane.remove(component)
+            lane.remove(component, shrink)
             if not lane.components:
                 del self.lanes[lane.transfer]
         for leaf in component.leaves:
@@ -73,10 +73,16 @@ class Engine:
     def _bury(self) -> None:
         while self._discarded:
             component = self._discarded.pop()
-            self.detach(component)
+            # Ranks collect garbage at different times, so what they share stays as it is.
+            self.detach(component, shrink=False)
             store = component.units[0].store
             if all(unit.store is not store for other in self._components.values() for unit in other.units):
                 store.close()
+
+    @property
+    def names(self) -> list[str]:
+        """The components that stream now."""
+        return sorted(self._components)
 
     @property
     def idle(self) -> bool:

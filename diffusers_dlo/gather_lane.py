@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .device.platform import Platform
+from .device.platform import Event, Platform
 from .device.ring import BlockViews, Slot
 from .distributed.group import OffloadGroup
 from .lane import Lane, copy_extents
@@ -89,6 +89,11 @@ class GatherLane(Lane):
             self.counters.ghost_passes += 1
             self.finish()
 
+    def remove(self, component: Component, shrink: bool = True) -> None:
+        if self._lap is not None and self._lap.component is component:
+            self.finish()  # the others count on it
+        super().remove(component, shrink)
+
     def _drop_ring(self) -> None:
         self._lap = None
         self._ahead = ()
@@ -127,8 +132,8 @@ class GatherLane(Lane):
             raise
         lap.position += 1
 
-    def _transfer(self, slot: Slot, views: BlockViews) -> None:
-        self.platform.submit(self._copy, lambda: copy_extents(views), after=(slot.free,), record=slot.arrived)
+    def _transfer(self, slot: Slot, views: BlockViews, fence: Event) -> None:
+        self.platform.submit(self._copy, lambda: copy_extents(views), after=(fence,), record=slot.arrived)
         gather = self._group.gather
         if gather is None:
             self.platform.submit(self._comm, _nothing, after=(slot.arrived,), record=slot.ready)
@@ -173,7 +178,11 @@ class GatherLane(Lane):
             self._broken = f"ranks disagree on the passes so far: {[dict(r) for r in replies]}"
             self._check()
         _, first = min(asking, key=lambda item: (item[0] - self._passes) % self.size)
-        component = self.components[first["component"]]
+        component = self.components.get(first["component"])
+        if component is None:
+            self._broken = f"a rank asks for '{first['component']}', which rank {self._group.rank} has let go of"
+            self._check()
+            raise AssertionError("unreachable")
         same = [reply for _, reply in asking if reply["component"] == component.name]
         proposal = same[0]["proposal"]
         if any(reply["full"] for reply in same):

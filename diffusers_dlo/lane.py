@@ -4,13 +4,16 @@ Owns the part of the state machine that all kinds of transfer share: which block
 computes, and fetching. Must not decide what is fetched next, nor touch modules: it points tensors.
 
 [Note: Slot reuse]
-    A fetch into a slot waits, on the copy stream, for the slot's `free` event: the release of the block that last used
-    it, recorded on whatever stream that block computed on. Computing waits for the slot's `ready` event, recorded
-    after the gather (after the copy, where there is none). The host waits for neither. Fetches go by running number,
-    and one is issued only when the *next different* block has been acquired: by then the release before it is in
-    stream order, and a block that is called twice in a row costs nothing. A slot is held, not a block, and a held slot
-    is never taken. What a slot holds is read off its stamp, so an exception, a skipped block or an odd count cannot
-    make a stale slot look right.
+    A fetch into a slot waits, on the copy stream, for one event: the slot's `free`, which the release of the block
+    that last used it recorded on whatever stream that block computed on. If nothing has used the slot since the fetch
+    before (its block was skipped, or this rank does a pass for others), it waits for that fetch's `ready` instead: the
+    gather of a slower rank may still read this rank's shard there. Computing waits for the slot's `ready`, recorded
+    after the gather (after the copy, where there is none). The host waits for neither.
+
+    Fetches go by running number, and one is issued only when the *next different* block has been acquired: by then the
+    release before it is in stream order, and a block that is called twice in a row costs nothing. A slot is held, not
+    a block, and a held slot is never taken. What a slot holds is read off its stamp, so an exception, a skipped block
+    or an odd count cannot make a stale slot look right.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .device.platform import Platform
+from .device.platform import Event, Platform
 from .device.ring import BlockViews, Ring, Slot
 from .units import Component, Counters, Unit
 
@@ -60,16 +63,22 @@ class Lane:
         else:
             self._fit_ring()
 
-    def remove(self, component: Component) -> None:
-        """Lets a component go, with the ring if it was the last. Tolerates one that never came in."""
+    def remove(self, component: Component, shrink: bool = True) -> None:
+        """
+        Lets a component go, and the ring with the last one. The ring is made anew for those that stay, unless `shrink`
+        is False: then only what it holds of this component is forgotten. Tolerates one that never came in.
+        """
         if self.components.pop(component.name, None) is None:
             return
         self._let_go(component.units)
         for unit in component.units:
             unit.views = []
-        self._drop_ring()
-        if self.components and not self.transient:
-            self._fit_ring()
+        if shrink or not self.components:
+            self._drop_ring()
+            if self.components and not self.transient:
+                self._fit_ring()
+        elif self.ring is not None:
+            self.ring.forget(component.name)
 
     @property
     def transient(self) -> bool:
@@ -122,6 +131,7 @@ class Lane:
         component = self.components[block.component]
         slot = self._reach(component, block)
         slot.holds += 1
+        slot.used = True
         block.slot, block.holds = slot, 1
         try:
             self._fetch_ahead(component, block)
@@ -185,16 +195,17 @@ class Lane:
                 f"{block} needs a slot, but all {len(self.ring.slots)} hold blocks that are computing, one inside the "
                 f"other. Raise 'num_slots' to {len(self.ring.slots) + 1}."
             )
+        fence = self.ring.next_slot.fence
         slot = self.ring.take(block.component, block.index)
         views = block.views[slot.index]
-        self._transfer(slot, views)
+        self._transfer(slot, views, fence)
         self.counters.fetches += 1
         self.counters.h2d_nbytes += views.h2d_nbytes
         self._issuing = False
         return slot
 
-    def _transfer(self, slot: Slot, views: BlockViews) -> None:
-        self.platform.submit(self._copy, lambda: copy_extents(views), after=(slot.free,), record=slot.ready)
+    def _transfer(self, slot: Slot, views: BlockViews, fence: Event) -> None:
+        self.platform.submit(self._copy, lambda: copy_extents(views), after=(fence,), record=slot.ready)
 
     def _recover(self, block: Unit) -> None:
         """A fetch was interrupted in the middle. Alone, forget what the slots hold and go on."""
@@ -209,6 +220,7 @@ class Lane:
             self._fit_ring()
         assert self.ring is not None
         slot = self._fetch(block)
+        slot.used = True
         self.platform.compute_wait(slot.ready)
         image = block.views[slot.index].image[: block.layout.nbytes].to("cpu", copy=True)
         self.platform.compute_record(slot.free)

@@ -121,3 +121,48 @@ def _missing_arrival(rank: int, size: int) -> int:
 
 def test_a_gather_before_its_copy_shows() -> None:
     assert any(run_ranks(2, _missing_arrival))
+
+
+def _one_computes_one_joins(rank: int, size: int) -> None:
+    """A rank that only does transfers may not overwrite its shard before the gather of a slower rank has read it."""
+    for seed in range(4):
+        model, reference = toy(LateStack), toy(LateStack)
+        platform = DelayedPlatform(torch.device("cpu"), seed)
+        with patch.object(api, "get_platform", lambda device, platform=platform: platform):
+            handle = apply_distributed_layerwise_offload(model)
+        with torch.no_grad():
+            for step in range(4 if rank == seed % size else 0):
+                LateBlock.stream = platform.compute
+                got = model(feed(step))
+                LateBlock.stream = None
+                assert torch.equal(got, reference(feed(step))), (seed, step)
+        handle.join()
+        handle.remove()
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_right_while_others_only_transfer(size: int) -> None:
+    run_ranks(size, _one_computes_one_joins)
+
+
+def _skipping_differently(rank: int, size: int) -> None:
+    for seed in range(6):
+        orders = [(0, 1, 2, 3, 4), (1, 4), (0, 3, 4), (2,)]
+        model, reference = toy(LateStack), toy(LateStack)
+        platform = DelayedPlatform(torch.device("cpu"), 10 * seed + rank)
+        with patch.object(api, "get_platform", lambda device, platform=platform: platform):
+            handle = apply_distributed_layerwise_offload(model, num_slots=2 + seed % 2)
+        with torch.no_grad():
+            for step in range(6):
+                model.order = reference.order = orders[(step + rank) % 4]
+                LateBlock.stream = platform.compute
+                got = model(feed(step))
+                LateBlock.stream = None
+                assert torch.equal(got, reference(feed(step))), (seed, step)
+        handle.join()
+        handle.remove()
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_right_while_ranks_skip_differently(size: int) -> None:
+    run_ranks(size, _skipping_differently)

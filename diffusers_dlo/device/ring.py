@@ -27,7 +27,10 @@ class Stamp:
 
 @dataclass
 class Slot:
-    """One block-sized buffer. `ready` follows the fetch, `free` the computing that last used it."""
+    """
+    One block-sized buffer. `arrived` follows the copy of a fetch, `ready` the whole of it, `free` the computing that
+    last used it. `used` says whether anything has waited for the last fetch since.
+    """
 
     index: int
     buffer: torch.Tensor
@@ -36,6 +39,12 @@ class Slot:
     free: Event
     stamp: Stamp | None = None
     holds: int = 0
+    used: bool = True
+
+    @property
+    def fence(self) -> Event:
+        """What the next fetch into this slot has to wait for: its last use or, if it had none, the fetch before."""
+        return self.free if self.used else self.ready
 
 
 @dataclass(frozen=True)
@@ -102,16 +111,17 @@ class Ring:
             del self._where[slot.stamp.component, slot.stamp.block]
         # Another slot may hold the same block (of a short lap) and even compute with it: the newest one is listed.
         slot.stamp = Stamp(component, block, self.seq)
+        slot.used = False
         self._where[component, block] = index
         self.seq += 1
         return slot
 
-    def forget(self) -> None:
-        """Clears every stamp and hold: nothing in the slots is trusted any more."""
+    def forget(self, component: str | None = None) -> None:
+        """Clears the stamps of one component, or of all: what is in those slots is not trusted any more."""
         for slot in self.slots:
-            slot.stamp = None
-            slot.holds = 0
-        self._where.clear()
+            if slot.stamp is not None and component in (None, slot.stamp.component):
+                self._where.pop((slot.stamp.component, slot.stamp.block), None)
+                slot.stamp = None
 
     def views(self, layout: BlockLayout, extents: Sequence[Extent], shards: int, rank: int) -> list[BlockViews]:
         """The views of one block for each slot. `rank` is the shard this rank copies, of `shards`."""
