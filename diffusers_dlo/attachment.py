@@ -51,7 +51,7 @@ class Attachment:
         self.plan = plan
         self._engine = engine
         units, self.resident = find_units(module, block_names)
-        self._unit_modules = [unit.module for unit in units]
+        self._unit_modules = [unit.modules for unit in units]
         self._owned = [unit.tensors for unit in units]
         self._component: Component | None = None
         self._hooks: ComponentHooks | None = None

@@ -173,10 +173,12 @@ def _has_blocks(module: nn.Module, names: Sequence[str] | None) -> bool:
 
 @dataclass(frozen=True)
 class FoundUnit:
-    """A block or leaf that streams, with the tensors it alone holds."""
+    """
+    A block, or a leaf with those that share its weight (a vocabulary under two names), and the tensors it alone holds.
+    """
 
     name: str
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     tensors: list[OwnedTensor]
     is_leaf: bool
 
@@ -189,11 +191,11 @@ def find_units(model: nn.Module, names: Sequence[str] | None = None) -> tuple[li
         `ValueError`: as `discover_blocks`, or blocks that share all their weights.
     """
     discovery = discover_blocks(model, names)
-    every = [*discovery.blocks.items(), *discovery.leaves.items()]
-    managed, resident = partition_tensors(model, [module for _, module in every])
+    every = [(name, (block,)) for name, block in discovery.blocks.items()] + _with_ties(discovery.leaves)
+    managed, resident = partition_tensors(model, [modules for _, modules in every])
     units = [
-        FoundUnit(name, module, tensors, is_leaf=index >= len(discovery.blocks))
-        for index, ((name, module), tensors) in enumerate(zip(every, managed))
+        FoundUnit(name, modules, tensors, is_leaf=index >= len(discovery.blocks))
+        for index, ((name, modules), tensors) in enumerate(zip(every, managed))
         if tensors
     ]
     if all(unit.is_leaf for unit in units):
@@ -247,6 +249,14 @@ def _large_leaves(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, n
         for name, module in model.named_modules()
         if isinstance(module, (nn.Embedding, nn.Linear)) and id(module) not in inside and _nbytes(module) >= largest
     }
+
+
+def _with_ties(leaves: dict[str, nn.Module]) -> list[tuple[str, tuple[nn.Module, ...]]]:
+    """Leaves with a weight in common are one: whichever of them is called needs the same bytes."""
+    tied: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, leaf in leaves.items():
+        tied.setdefault(id(leaf.weight), []).append((name, leaf))
+    return [(group[0][0], tuple(leaf for _, leaf in group)) for group in tied.values()]
 
 
 def _nbytes(module: nn.Module) -> int:

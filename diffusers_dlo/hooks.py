@@ -9,7 +9,7 @@ Must not hold weights, nor decide what is fetched.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class ComponentHooks:
         engine (`Engine`): what they drive.
         component (`Component`): its state.
         root (`nn.Module`): the component's module.
-        modules (`list[nn.Module]`): the module of each of the component's units, in the same order.
+        modules (`Sequence[tuple[nn.Module, ...]]`): those of each of the component's units, in the same order.
         on_removal (`Callable`): called when somebody removes the marker from the registry.
     """
 
@@ -64,24 +64,25 @@ class ComponentHooks:
         engine: Engine,
         component: Component,
         root: nn.Module,
-        modules: list[nn.Module],
+        modules: Sequence[tuple[nn.Module, ...]],
         on_removal: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._component = component
         self._root = root
         self._handles: list[RemovableHandle] = []
+        unit_modules = [(module, unit) for parts, unit in zip(modules, component.units) for module in parts]
         self._units_of = {
-            id(m): u for unit, u in zip(modules, component.units) for m in unit.modules() if m is not unit
+            id(inner): unit for module, unit in unit_modules for inner in module.modules() if inner is not module
         }
         self._hooked: set[int] = set()
         self._first: _FirstForward | None = None
         self._checked = False
         self._entered: tuple[nn.Module, set[int], int] | None = None
-        self._watched = (root, *modules)
-        for module, unit in zip(modules, component.units):
+        self._watched = (root, *(module for module, _ in unit_modules))
+        for module, unit in unit_modules:
             self._attach(module, unit)
-        for entry in _entries(root, modules):
+        for entry in _entries(root, self._watched[1:]):
             self._attach_entry(entry)
         HookRegistry.check_if_exists_or_initialize(root).register_hook(
             DistributedLayerwiseOffloadHook(on_removal), MARKER
@@ -197,7 +198,7 @@ def _refuse_grad(unit: Unit, needs_grad: bool) -> None:
         )
 
 
-def _entries(root: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+def _entries(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules that enclose units and can be called: the root, and models inside it."""
     wanted = {id(unit) for unit in units}
     return [

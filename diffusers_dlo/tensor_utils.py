@@ -64,13 +64,13 @@ def owned_tensors(module: nn.Module) -> list[OwnedTensor]:
 
 
 def partition_tensors(
-    module: nn.Module, units: Sequence[nn.Module]
+    module: nn.Module, units: Sequence[Sequence[nn.Module]]
 ) -> tuple[list[list[OwnedTensor]], list[OwnedTensor]]:
     """
-    Splits the tensors of `module` into those that are managed, for each of `units` (its blocks and leaves), and those
-    that stay on the device. What two units share, or a unit and the rest, stays: be it a tensor or a whole module. So
-    does a tensor of a single element (an expanded placeholder could be written to), one whose bytes are not its value
-    (overlapping, with gaps, lazily conjugated or negated), and an adapter's.
+    Splits the tensors of `module` into those that are managed, for each of `units` (a block, or leaves that share a
+    weight), and those that stay on the device. What two units share, or a unit and the rest, stays: be it a tensor or
+    a whole module. So does a tensor of a single element (an expanded placeholder could be written to), one whose bytes
+    are not its value (overlapping, with gaps, lazily conjugated or negated), and an adapter's.
     """
     homes = _homes(module, units)
     adapters = _adapter_modules(module)
@@ -94,9 +94,9 @@ def partition_tensors(
     return managed, resident
 
 
-def _homes(module: nn.Module, units: Sequence[nn.Module]) -> dict[int, set[int | None]]:
+def _homes(module: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[int, set[int | None]]:
     """For each module inside `module`, by id, the units it lies in; None stands for the rest of the model."""
-    index_of = {id(unit): index for index, unit in enumerate(units)}
+    index_of = {id(part): index for index, unit in enumerate(units) for part in unit}
     homes: dict[int, set[int | None]] = {}
     todo: list[tuple[nn.Module, int | None]] = [(module, None)]
     while todo:

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from diffusers_dlo import (
     DistributedLayerwiseOffloadConfig,
+    apply_distributed_layerwise_offload,
     get_blocks_attr_names,
     get_blocks_from_dit,
     plan_distributed_layerwise_offload,
@@ -302,16 +303,29 @@ def test_a_linear_in_a_block_is_no_leaf() -> None:
     assert list(discover_blocks(model).leaves) == ["inp", "out"], "those outside are as large as the largest block"
 
 
-def test_tied_leaves_stay_on_the_device() -> None:
+def test_tied_leaves_are_one_that_is_fetched_once() -> None:
+    """A vocabulary under two names, as T5's `shared` and `encoder.embed_tokens`."""
+    model, reference = toy(toys.Leafy), toy(toys.Leafy)
+    for module in (model, reference):
+        module.lm_head.weight = module.embed.weight
+    plan = plan_component("model", model, None, "local")
+    assert [[t.name for t in leaf.tensors] for leaf in plan.leaves] == [["embed.weight", "lm_head.bias"]]
+    assert plan.resident_nbytes == nbytes(model.inp) + nbytes(model.out)
+    handle = apply_distributed_layerwise_offload(model)
+    with torch.no_grad():
+        assert torch.equal(model(toys.feed(0)), reference(toys.feed(0)))
+        assert torch.equal(model.lm_head(toys.feed(1)), reference.lm_head(toys.feed(1)))
+        assert torch.equal(model(toys.feed(2)), reference(toys.feed(2)))
+    handle.remove()
+    assert model.lm_head.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, reference.embed.weight)
+
+
+def test_a_leaf_that_shares_with_another_kind_of_module_stays() -> None:
     model = toy(toys.Leafy)
-    model.lm_head.weight = model.embed.weight
+    model.also = nn.ParameterList([model.embed.weight])
     plan = plan_component("model", model, None, "local")
-    # The head's bias is its own, and streams; the shared weight is counted once.
-    assert [[t.name for t in leaf.tensors] for leaf in plan.leaves] == [["lm_head.bias"]]
-    assert plan.resident_nbytes == nbytes(model.inp) + nbytes(model.out) + 400 * 16 * 4
-    model.lm_head.bias = None
-    plan = plan_component("model", model, None, "local")
-    assert plan.leaves == ()
+    assert [leaf.name for leaf in plan.leaves] == ["lm_head"]
     assert plan.resident_nbytes == nbytes(model.inp) + nbytes(model.out) + 400 * 16 * 4
 
 

@@ -214,7 +214,7 @@ def test_set_tensor_storage_keeps_the_object() -> None:
 def split(model: nn.Module, units: Sequence[nn.Module] | None = None) -> tuple[list[set[str]], set[str]]:
     """The names of managed tensors, for each unit, and of those that stay; every tensor is in one of them, once."""
     units = list(discover_blocks(model).blocks.values()) if units is None else units
-    managed, resident = partition_tensors(model, units)
+    managed, resident = partition_tensors(model, [(unit,) for unit in units])
     owned = [*(tensor for unit in managed for tensor in unit), *resident]
     everything = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     assert sorted(id(item.tensor) for item in owned) == sorted(everything)
@@ -382,7 +382,7 @@ def test_adapters_stay_and_what_they_wrap_streams(kind: str, name: str) -> None:
 
 
 def partition(model: nn.Module) -> list[list[OwnedTensor]]:
-    return partition_tensors(model, list(discover_blocks(model).blocks.values()))[0]
+    return partition_tensors(model, [(block,) for block in discover_blocks(model).blocks.values()])[0]
 
 
 def test_a_wrapped_leaf_inside_an_adapted_block_keeps_its_order() -> None:
