@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,12 +21,13 @@ from .attachment import Attachment, get_handle
 from .block_discovery import Selection
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform, get_platform, resolve_device
+from .distributed.control import RankLost
 from .distributed.group import OffloadGroup, form_group, introduce, join_world, local_rank, open_gather
 from .engine import Engine, get_engine
 from .guards import is_guarded
 from .host.choice import create_store
 from .host.store import HostStore
-from .offload_plan import OffloadPlan, build_plan, select
+from .offload_plan import OffloadPlan, build_plan, find_all, select, transfers_of
 from .report import OffloadReport, make_report
 from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
 from .validation import refuse_enabled, validate_module, validate_placed
@@ -58,6 +61,7 @@ class OffloadHandle:
         self._placed = dict(placed)
         self._store: HostStore | None = store
         self._undo: list[Callable[[], None]] = []
+        self._start = replace(engine.counters)
         self._last_report: OffloadReport | None = None
 
     def on_removal(self, undo: Callable[[], None]) -> None:
@@ -72,7 +76,7 @@ class OffloadHandle:
     def report(self) -> OffloadReport:
         """What this process has moved so far, and the memory in use; after `remove`, as it was then."""
         if self._store is not None:
-            return make_report(self._engine, self.plan, self._store)
+            return make_report(self._engine, self._start, self.plan, self._store)
         assert self._last_report is not None
         return self._last_report
 
@@ -94,33 +98,49 @@ class OffloadHandle:
         memory between ranks until one writes to them. Idempotent.
 
         Raises:
-            `RuntimeError`: the shards of a lost rank would be needed to restore the weights.
+            `ValueError`: the ranks disable different offloads; nothing was changed. `RuntimeError`: weights are lost
+            with the rank that held their shards; the model has to be loaded again.
         """
         if self._store is None:
             return
+        for part in self._parts:
+            part.quiet()
         try:
             self._engine.join()
-        except RuntimeError as error:
+            self._agree_to_remove()
+        except RankLost as error:
             logger.warning(f"Disabling without the other ranks: {error}")
         self._last_report = self.report()
         store, self._store = self._store, None
         while self._undo:
             self._undo.pop()()
         lost: RuntimeError | None = None
+        cpu = torch.device("cpu")
         with torch.inference_mode(False), torch.no_grad():
             for part in self._parts:
                 try:
-                    part.detach()
+                    part.detach(cpu)
                 except RuntimeError as error:
                     lost = error
             for module in (*(part.module for part in self._parts), *self._placed.values()):
-                move_tensors(owned_tensors(module), torch.device("cpu"), [])
+                move_tensors(owned_tensors(module), cpu, [])
         store.close()
         if lost is not None:
             raise RuntimeError(
                 f"The offload is off, but weights are lost with the rank that held their shards ({lost}). Load the "
                 'model again; host="packed" keeps them whole on every host.'
             ) from lost
+
+    def _agree_to_remove(self) -> None:
+        mine = [part.component.name for part in self._parts]
+        with self._engine.group.agreement("disable", {"components": mine}) as replies:
+            pass
+        for rank, reply in enumerate(replies):
+            if reply["components"] != mine:
+                raise ValueError(
+                    f"rank {rank} disables {reply['components']} while rank {self._engine.group.rank} disables "
+                    f"{mine}. All ranks disable the same offload, in the same order; nothing was changed."
+                )
 
 
 def apply_distributed_layerwise_offload(
@@ -149,7 +169,7 @@ def remove_distributed_layerwise_offload(module: nn.Module) -> None:
     """Takes the offload off `module` and whatever was enabled with it; see `OffloadHandle.remove`."""
     handle = get_handle(module)
     if handle is None:
-        raise ValueError(f"'{type(module).__name__}' is not offloaded by layers.")
+        raise ValueError(f"'{type(module).__name__}' is not under distributed layerwise offload.")
     handle.remove()
 
 
@@ -182,7 +202,9 @@ def enable(
     group = form_group(world, introductions, timeout)
     # Everything below undoes itself: gradients and inference tensors are none of its business.
     with torch.inference_mode(False), torch.no_grad():
-        return _enable_in_group(choose, resolved, platform, group)
+        with world.agreement({}):  # the groups of a mesh, or of several hosts, refuse together
+            prepared = _prepare(choose, resolved, platform, group)
+        return _commit(prepared, resolved, platform, group)
 
 
 def _resolve(
@@ -194,39 +216,59 @@ def _resolve(
         return None, error
 
 
-def _enable_in_group(
+@dataclass(frozen=True)
+class _Prepared:
+    """What enabling will do, once all ranks know that they can."""
+
+    selection: Selection
+    plan: OffloadPlan
+    engine: Engine
+    parts: list[Attachment]
+
+
+def _prepare(
     choose: Callable[[DistributedLayerwiseOffloadConfig], Selection],
     config: DistributedLayerwiseOffloadConfig,
     platform: Platform,
     group: OffloadGroup,
-) -> OffloadHandle:
+) -> _Prepared:
     said: dict[str, Any] = {}
     with group.agreement("enable: plan", said) as replies:
         gc.collect()  # what was dropped on one rank only would make the ranks' engines differ
         selection = choose(config)
-        for name, module in selection.streamed.items():
-            validate_module(module, name, config.transfer_for(group.size))
+        for name, transfer in transfers_of(selection, config, group.size).items():
+            validate_module(selection.streamed[name], name, transfer)
         for name, module in selection.placed.items():
             validate_placed(module, name)
         for name, module in {**selection.streamed, **selection.placed}.items():
             refuse_enabled(name, any(get_handle(part) is not None or is_guarded(part) for part in module.modules()))
-        plan = build_plan(selection, config, group.size)
+        found = find_all(selection, config)
+        plan = build_plan(selection, found, config, group.size)
         engine = get_engine(platform, group)
-        parts = [
-            Attachment(selection.streamed[component.name], component, config.blocks_of(component.name), engine)
-            for component in plan.components
-        ]
-        lines = [f"streaming already: {engine.names}", *plan.summary_lines()]
+        parts = [Attachment(selection.streamed[c.name], c, *found[c.name], engine) for c in plan.components]
+        lines = [f"streaming already: {engine.names}", f"device {platform.device.type}", f"timeout {config.timeout}"]
+        lines += plan.summary_lines()
         if group.size > 1:
             lines += [line for part in parts for line in part.fingerprints()]
         said["digest"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     _compare(group, [reply["digest"] for reply in replies], lines)
+    return _Prepared(selection, plan, engine, parts)
+
+
+def _commit(
+    prepared: _Prepared, config: DistributedLayerwiseOffloadConfig, platform: Platform, group: OffloadGroup
+) -> OffloadHandle:
+    selection, plan, engine, parts = prepared.selection, prepared.plan, prepared.engine, prepared.parts
     if any(component.transfer == "all_gather" for component in plan.components):
         with group.agreement("enable: communicator"):
             open_gather(group, platform, config.timeout)
     store = create_store(plan, config.host, group, platform)
     moved: list[Move] = []
-    try:
+    with ExitStack() as undo:
+        undo.callback(store.close)
+        undo.callback(put_back, moved)
+        for part in parts:
+            undo.callback(part.detach)
         with group.agreement("enable: device"):
             for part in parts:
                 part.attach_to_engine(store, config.slots)
@@ -236,12 +278,9 @@ def _enable_in_group(
         with group.agreement("enable: hooks"):
             for part in parts:
                 part.attach_to_module(handle, handle.remove)
-    except BaseException:
-        for part in parts:
-            part.detach()
-        put_back(moved)
-        store.close()
-        raise
+        undo.pop_all()
+    for part in parts:  # nobody can fail any more
+        part.drop_all_originals()
     logger.info(f"{len(parts)} components stream to '{platform.device}' from a {store.kind} host store")
     return handle
 
@@ -295,5 +334,3 @@ def _pack(parts: Sequence[Attachment], store: HostStore, group: OffloadGroup) ->
             if store.image(unit.key) is not None:
                 part.drop_originals(unit)
             bar.update(unit.layout.nbytes)
-    for part in parts:
-        part.drop_all_originals()

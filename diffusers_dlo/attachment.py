@@ -11,16 +11,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
-from .block_discovery import find_units
+from .block_discovery import FoundUnit
 from .engine import Engine
 from .guards import Guards
 from .hooks import ComponentHooks
 from .host.store import HostStore, tensor_view
 from .offload_plan import ComponentPlan
-from .tensor_utils import ManagedTensor, flat_bytes
+from .tensor_utils import ManagedTensor, OwnedTensor, flat_bytes
 from .units import Component, Unit
 
 
@@ -40,25 +41,31 @@ class Attachment:
     Args:
         module (`nn.Module`): the component, unwrapped.
         plan (`ComponentPlan`): its plan.
-        block_names (`Sequence[str]`, *optional*): the lists that the plan was made with.
+        units (`Sequence[FoundUnit]`), resident (`Sequence[OwnedTensor]`): what `find_units` found, in the plan's
+        order.
         engine (`Engine`): what streams it.
     """
 
     def __init__(
-        self, module: nn.Module, plan: ComponentPlan, block_names: Sequence[str] | None, engine: Engine
+        self,
+        module: nn.Module,
+        plan: ComponentPlan,
+        units: Sequence[FoundUnit],
+        resident: Sequence[OwnedTensor],
+        engine: Engine,
     ) -> None:
         self.module = module
         self.plan = plan
+        self.resident = resident
         self._engine = engine
-        units, self.resident = find_units(module, block_names)
         self._unit_modules = [unit.modules for unit in units]
         self._owned = [unit.tensors for unit in units]
         self._component: Component | None = None
         self._hooks: ComponentHooks | None = None
         self._guards: Guards | None = None
         self._store: HostStore | None = None
-        self._dropped: set[int] = set()
-        self._dropped_module: weakref.finalize | None = None
+        self._stored: set[int] = set()
+        self._finalizer: weakref.finalize | None = None
 
     @property
     def component(self) -> Component:
@@ -68,17 +75,17 @@ class Attachment:
 
     def fingerprints(self) -> list[str]:
         """
-        A line for each unit with a digest of 64 bytes from the middle of its largest tensor: enough to tell another
-        checkpoint, adapter or seed from this one without reading the weights.
+        A line for each unit with a digest of 64 bytes from the middle of each of its tensors: enough to tell another
+        checkpoint, adapter or seed from this one without reading all the weights.
         """
         lines = []
         for unit, owned in zip((*self.plan.blocks, *self.plan.leaves), self._owned):
-            tensor = max(owned, key=lambda item: item.tensor.numel()).tensor
-            content = flat_bytes(tensor)
-            middle = content.numel() // 2
-            sample = content[middle : middle + _SAMPLE_NBYTES].cpu()
-            digest = hashlib.sha256(bytes(sample.tolist())).hexdigest()[:12]
-            lines.append(f"weights of block '{unit.name}' of '{self.plan.name}': digest {digest}")
+            digest = hashlib.sha256()
+            for item in owned:
+                content = flat_bytes(item.tensor)
+                middle = content.numel() // 2
+                digest.update(bytes(content[middle : middle + _SAMPLE_NBYTES].cpu().tolist()))
+            lines.append(f"weights of block '{unit.name}' of '{self.plan.name}': digest {digest.hexdigest()[:12]}")
         return lines
 
     def attach_to_engine(self, store: HostStore, num_slots: int) -> None:
@@ -99,12 +106,12 @@ class Attachment:
         """Lets go of the memory of a unit's original tensors."""
         for tensor in unit.tensors:
             tensor.drop_original()
-        self._dropped.add(unit.key)
+        self._stored.add(unit.key)
 
     def drop_all_originals(self) -> None:
         """As `drop_originals`, for every unit that still has them: all ranks have stored everything."""
         for unit in self.component.units:
-            if unit.key not in self._dropped:
+            if unit.key not in self._stored:
                 self.drop_originals(unit)
 
     def attach_to_module(self, handle: object, on_removal: Callable[[], None]) -> None:
@@ -112,43 +119,63 @@ class Attachment:
         for unit in self.component.units:
             for tensor in unit.tensors:
                 tensor.insert()
+        # Kept before they do anything, so that what is half done can be undone.
         self._guards = Guards(self.component, self.module, self._engine.platform.device)
-        self._hooks = ComponentHooks(self._engine, self.component, self.module, self._unit_modules, on_removal)
+        self._guards.attach()
+        self._hooks = ComponentHooks(self._engine, self.component, self.module, self._unit_modules)
+        self._hooks.attach(on_removal)
         object.__setattr__(self.module, _HANDLE, handle)
         # A pipeline that is dropped without disabling gives its memory back too. At exit there is nothing to give
         # back.
-        self._dropped_module = weakref.finalize(self.module, self._engine.discard, self.component)
-        self._dropped_module.atexit = False
+        self._finalizer = weakref.finalize(self.module, self._engine.discard, self.component)
+        self._finalizer.atexit = False
 
-    def detach(self) -> None:
+    def quiet(self) -> None:
+        """Ends what an interrupted first forward left active."""
+        if self._hooks is not None:
+            self._hooks.end_first()
+
+    def detach(self, device: torch.device | None = None) -> None:
         """
         Undoes whatever was done: no hooks, no guards, ordinary tensors of the original identity, nothing in the
         engine. Where the store has only shards, all ranks do this together. Idempotent.
+
+        Args:
+            device (`torch.device`, *optional*): where the weights go. Defaults to where they came from.
+
+        Raises:
+            `RuntimeError`: some weights are lost; they are empty now, so that any use of them raises.
         """
         vars(self.module).pop(_HANDLE, None)
-        if self._dropped_module is not None:
-            self._dropped_module.detach()
+        if self._finalizer is not None:
+            self._finalizer.detach()
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
         if self._guards is not None:
             self._guards.remove()
             self._guards = None
-        if self._component is not None:
+        if self._component is None:
+            return
+        lost: RuntimeError | None = None
+        for unit in self._component.units:
             try:
-                for unit in self._component.units:
-                    self._restore(unit)
-            finally:
-                self._engine.detach(self._component)
-                self._component = None
+                self._restore(unit, device)
+            except RuntimeError as error:
+                lost = lost or error
+                for tensor in unit.tensors:
+                    tensor.lose()
+        self._engine.detach(self._component)
+        self._component = None
+        if lost is not None:
+            raise lost
 
-    def _restore(self, unit: Unit) -> None:
-        image = self._engine.read(unit) if unit.key in self._dropped else None
+    def _restore(self, unit: Unit, device: torch.device | None) -> None:
+        image = self._engine.read(unit) if unit.key in self._stored else None
         for tensor, layout in zip(unit.tensors, unit.layout.tensors):
             if image is None:
                 tensor.restore(None)
-            elif tensor.kept:
-                tensor.restore(tensor.born.detach().to("cpu", copy=True))
-            else:
-                tensor.restore(tensor_view(image, layout))
-        self._dropped.discard(unit.key)
+                continue
+            value = tensor.born.detach() if tensor.kept else tensor_view(image, layout)
+            tensor.restore(value.to(device or tensor.original.device))
+        self._stored.discard(unit.key)

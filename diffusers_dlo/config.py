@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 TRANSFERS = ("auto", "all_gather", "local")
+_LONGEST_TIMEOUT = 7 * 24 * 3600
 HOSTS = ("auto", "packed", "pinned")
 
 
@@ -77,8 +78,8 @@ class DistributedLayerwiseOffloadConfig:
                 )
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
             raise TypeError(f"'timeout' must be a number of seconds, got {self.timeout!r}.")
-        if not (math.isfinite(self.timeout) and self.timeout > 0):
-            raise ValueError(f"'timeout' must be a positive number of seconds, got {self.timeout!r}.")
+        if not (math.isfinite(self.timeout) and 0 < self.timeout <= _LONGEST_TIMEOUT):
+            raise ValueError(f"'timeout' must be a positive number of seconds, a week at most; got {self.timeout!r}.")
         if self.blocks is not None:
             object.__setattr__(self, "blocks", _freeze_blocks(self.blocks))
         if self.mesh is not None:

@@ -1,20 +1,25 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns what streams in this process, whatever the number of pipelines: one lane for each kind of transfer, leaves that
-are fetched on demand, and the rule that one thread computes at a time. Must not touch modules: hooks call it.
+Owns what streams in this process, whatever the number of pipelines: one lane for each kind of transfer, the leaves,
+and which forwards are open, by one thread at a time. Must not touch modules: hooks call it.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import FrameType
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .device.platform import Platform
 from .distributed.group import OffloadGroup
 from .gather_lane import GatherLane
-from .host.store import tensor_view
 from .lane import Lane
+from .leaves import Leaves
 from .local_lane import LocalLane
 from .units import Component, Counters, Unit
 
@@ -27,18 +32,25 @@ class Engine:
         self.group = group
         self.counters = Counters()
         self.lanes: dict[str, Lane] = {}
+        self._leaves = Leaves(platform, self.counters)
         self._components: dict[str, Component] = {}
+        self._open: list[tuple[Component, FrameType | None]] = []
         self._thread: int | None = None
-        self._names = 0
         self._discarded: list[Component] = []
+
+    # Membership
 
     def new_name(self, name: str) -> str:
         """A component name that no other pipeline of this process uses, the same on all ranks."""
-        self._names += 1
-        return name if self._names == 1 or name not in self._components else f"{name}#{self._names}"
+        number, free = 1, name
+        while free in self._components:
+            number += 1
+            free = f"{name}#{number}"
+        return free
 
     def attach(self, component: Component, num_slots: int) -> None:
         """Takes a component in; allocates its slots."""
+        self._bury()
         transfer = component.plan.transfer
         if transfer not in self.lanes:
             self.lanes[transfer] = (
@@ -56,18 +68,18 @@ class Engine:
             lane.remove(component, shrink)
             if not lane.components:
                 del self.lanes[lane.transfer]
-        for leaf in component.leaves:
-            leaf.holds = min(leaf.holds, 1)
-            self._release_leaf(leaf)
-        self._components.pop(component.name, None)
+        self._leaves.let_go(component.leaves)
+        if self._components.pop(component.name, None) is not None:
+            self._close(component)
 
     def discard(self, component: Component) -> None:
         """
-        Lets go of a component whose module is gone, and of its store with the last of its components: now, or once the
-        forward that this interrupts has ended.
+        Lets go of a component whose module was collected, and of its store with the last of its components. A
+        collector calls this at any point and from any thread, so what may not happen now waits for the next call of
+        the engine.
         """
         self._discarded.append(component)
-        if self._thread is None:
+        if not self._open and self._thread is None and threading.current_thread() is threading.main_thread():
             self._bury()
 
     def _bury(self) -> None:
@@ -94,82 +106,120 @@ class Engine:
         """Device bytes of all slots that exist now."""
         return sum(lane.device_nbytes for lane in self.lanes.values())
 
+    # What hooks call
+
     def enter(self, component: Component) -> None:
-        """A forward of the component begins."""
+        """
+        A forward of the component begins. Forwards that a KeyboardInterrupt ended, after which torch runs no hooks,
+        are closed first: those whose call is no longer on this thread's stack.
+        """
         self._claim_thread(component.name)
-        for leaf in component.leaves:
-            leaf.holds = min(leaf.holds, 1)
-            self._release_leaf(leaf)
-        self.lanes[component.plan.transfer].enter(component)
+        while self._open and not _on_stack(self._open[-1][1]):
+            self._open.pop()
+        if not self._open:
+            self._bury()
+            for lane in self.lanes.values():
+                lane.let_go_all()
+            for other in self._components.values():
+                self._leaves.let_go(other.leaves)
+        self._open.append((component, _calling_frame()))
+        try:
+            self._lane_of(component).enter(component)
+        except BaseException:
+            self._close(component)
+            raise
 
     def leave(self, component: Component, complete: bool) -> None:
         """A forward of the component has ended; `complete` is False where it raised."""
         try:
-            self.lanes[component.plan.transfer].leave(component, complete)
+            self._lane_of(component).leave(component, complete)
         finally:
-            self._thread = None
-            self._bury()
+            self._close(component)
 
     def acquire(self, unit: Unit) -> None:
         """Makes a unit's tensors readable on the current stream."""
         if self._thread is not None:
             self._claim_thread(unit.component)
         if unit.layout.is_leaf:
-            self._acquire_leaf(unit)
+            self._leaves.acquire(unit)
         else:
-            self._lane(unit).acquire(unit)
+            self._lane_of(self._components[unit.component]).acquire(unit)
+
+    def own_output(self, unit: Unit, output: Any) -> Any:
+        """
+        None if the output of a call has memory of its own; else the output with copies in place of what lies in a slot
+        (a block may return a weight, or a view of one).
+        """
+        memory = unit.memory
+        if memory is None or not any(_lies_in(leaf, memory) for leaf in tree_leaves(output)):
+            return None
+        return tree_map(lambda leaf: leaf.clone() if _lies_in(leaf, memory) else leaf, output)
 
     def release(self, unit: Unit) -> None:
         """Gives a unit's memory free again. A call that was refused for its thread releases nothing."""
-        if self._thread not in (None, threading.get_ident()):
+        if not unit.held or self._thread not in (None, threading.get_ident()):
             return
         if unit.layout.is_leaf:
-            self._release_leaf(unit)
-        elif unit.held:
-            self._lane(unit).release(unit)
+            self._leaves.release(unit)
+        else:
+            self._lane_of(self._components[unit.component]).release(unit)
 
     def read(self, unit: Unit) -> torch.Tensor:
         """A unit's whole image on the CPU, for the caller to keep. A collective where the store has only shards."""
         image = unit.store.private_image(unit.key)
-        return self._lane(unit).read(unit) if image is None else image
+        return self._lane_of(self._components[unit.component]).read(unit) if image is None else image
 
     def join(self) -> None:
         """See `GatherLane.join`."""
+        self._bury()
         lane = self.lanes.get("all_gather")
         if isinstance(lane, GatherLane):
             lane.join()
 
-    def _lane(self, unit: Unit) -> Lane:
-        return self.lanes[self._components[unit.component].plan.transfer]
+    def _lane_of(self, component: Component) -> Lane:
+        return self.lanes[component.plan.transfer]
 
-    def _acquire_leaf(self, leaf: Unit) -> None:
-        leaf.holds += 1
-        if leaf.holds > 1:
-            return
-        # On the current stream: the allocator then knows when the memory may be used again.
-        leaf.buffer = self.platform.empty(leaf.layout.padded_nbytes(1))
-        for offset, source in leaf.extents:
-            leaf.buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
-            self.counters.on_demand_nbytes += source.numel()
-        with torch.inference_mode(False):
-            leaf.point([tensor_view(leaf.buffer, tensor) for tensor in leaf.layout.tensors])
-
-    def _release_leaf(self, leaf: Unit) -> None:
-        if leaf.holds > 1:
-            leaf.holds -= 1
-        elif leaf.holds == 1:
-            leaf.unpoint()
-            leaf.holds = 0
-            leaf.buffer = None
+    def _close(self, component: Component) -> None:
+        """Takes a forward off the open ones, with whatever was open inside it."""
+        for index, (entered, _) in enumerate(self._open):
+            if entered is component:
+                del self._open[index:]
+                break
+        if not self._open:
+            self._thread = None
+            self._bury()
 
     def _claim_thread(self, component: str) -> None:
         here = threading.get_ident()
         if self._thread not in (None, here) and any(t.ident == self._thread for t in threading.enumerate()):
             raise RuntimeError(
-                f"'{component}' is called from a second thread while another one computes on rank {self.group.rank}. "
-                "The slots serve one forward at a time: call it from one thread, or put a lock around it."
+                f"rank {self.group.rank}: '{component}' is called from a second thread while another one computes. "
+                "Only one forward may run at a time in a process: call it from one thread, or put a lock around it."
             )
         self._thread = here
+
+
+def _lies_in(value: object, memory: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory.untyped_storage()._cdata
+
+
+_CALL_IMPL = nn.Module._call_impl.__code__
+
+
+def _calling_frame() -> FrameType | None:
+    """The frame of the module call whose hook is running; None where it is not to be seen (a compiled one)."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALL_IMPL:
+        frame = frame.f_back
+    return frame
+
+
+def _on_stack(wanted: FrameType | None) -> bool:
+    """Whether a frame is still running in this thread, by identity."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is not None
 
 
 _engine: Engine | None = None

@@ -21,27 +21,44 @@ Owns passes: what ranks that gather blocks from shards agree on, and the lap tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
 
 from .device.platform import Event, Platform
 from .device.ring import BlockViews, Slot
+from .distributed.control import RankLost
 from .distributed.group import OffloadGroup
 from .lane import Lane, copy_extents
 from .units import Component, Counters, Unit
 
 
-@dataclass
 class Lap:
-    """One turn through a component's blocks: the blocks still to fetch, in order."""
+    """One turn through a component's blocks: those still to fetch, in order."""
 
-    component: Component
-    blocks: tuple[int, ...]
-    position: int = 0
+    def __init__(self, component: Component, blocks: Sequence[int]) -> None:
+        self.component = component
+        self._blocks = tuple(blocks)
+        self._last = {block: place for place, block in enumerate(blocks)}
+        self._position = 0
 
     @property
-    def remaining(self) -> tuple[int, ...]:
-        """Blocks not fetched yet."""
-        return self.blocks[self.position :]
+    def done(self) -> bool:
+        """Whether everything has been fetched."""
+        return self._position == len(self._blocks)
+
+    @property
+    def next_block(self) -> Unit:
+        """What is fetched next."""
+        return self.component.blocks[self._blocks[self._position]]
+
+    def ahead_of(self, block: int) -> bool:
+        """Whether a block is still to be fetched."""
+        return self._last.get(block, -1) >= self._position
+
+    def advance(self) -> None:
+        """What was next has been fetched."""
+        self._position += 1
 
 
 class GatherLane(Lane):
@@ -62,7 +79,7 @@ class GatherLane(Lane):
         if self._lap is None:
             return
         self._check()
-        while self._lap.remaining:
+        while not self._lap.done:
             self._fetch_next()
         component = self._lap.component
         self._ahead = tuple((component.name, block) for block in component.order[: self._count_ahead(component)])
@@ -73,25 +90,28 @@ class GatherLane(Lane):
         Says goodbye, and does the transfers of the passes that other ranks still ask for, until all have said it.
 
         Raises:
-            `RuntimeError`: a rank is gone or late; the message names it.
+            `RankLost`: a rank is gone or late, or was before; the message names it.
         """
         self.finish()
-        while self._broken is None:
-            try:
-                replies = self._group.control.exchange("bye", passes=self._passes)
-            except RuntimeError as error:
-                self._broken = str(error)
-                raise
+        self._check()
+        while True:
+            replies = self._exchange("bye")
             if not any(reply["kind"] == "pass" for reply in replies):
-                self._check_kinds(replies)
                 return
             self._grant(replies)
             self.counters.ghost_passes += 1
             self.finish()
 
+    def read(self, block: Unit) -> torch.Tensor:
+        self._check()
+        return super().read(block)
+
     def remove(self, component: Component, shrink: bool = True) -> None:
-        if self._lap is not None and self._lap.component is component:
-            self.finish()  # the others count on it
+        if self._lap is not None and self._lap.component is component and self._broken is None:
+            if shrink:
+                self.finish()  # the others count on it
+            else:
+                self._broken = f"'{component.name}' was dropped on rank {self.rank} in the middle of a pass"
         super().remove(component, shrink)
 
     def _drop_ring(self) -> None:
@@ -108,7 +128,7 @@ class GatherLane(Lane):
                 slot = self.ring.find(component.name, block.index)
                 if slot is not None:
                     return slot
-                if block.index in lap.remaining:
+                if lap.ahead_of(block.index):
                     self._fetch_next()
                     continue
             self.finish()
@@ -116,13 +136,13 @@ class GatherLane(Lane):
 
     def _fetch_ahead(self, component: Component, block: Unit) -> None:
         assert self.ring is not None and self._lap is not None
-        while self._lap.remaining and not self.ring.next_slot.holds:
+        while not self._lap.done and not self.ring.next_slot.holds:
             self._fetch_next()
 
     def _fetch_next(self) -> None:
         lap = self._lap
         assert lap is not None
-        block = lap.component.blocks[lap.blocks[lap.position]]
+        block = lap.next_block
         try:
             self._fetch(block)
         except RuntimeError as error:
@@ -130,14 +150,14 @@ class GatherLane(Lane):
                 self._broken = f"the fetch of {block} failed on rank {self.rank} ({error})"
                 raise RuntimeError(f"{self._broken}. Look for the traceback of another rank first.") from error
             raise
-        lap.position += 1
+        lap.advance()
 
     def _transfer(self, slot: Slot, views: BlockViews, fence: Event) -> None:
-        self.platform.submit(self._copy, lambda: copy_extents(views), after=(fence,), record=slot.arrived)
         gather = self._group.gather
-        if gather is None:
-            self.platform.submit(self._comm, _nothing, after=(slot.arrived,), record=slot.ready)
+        if gather is None:  # alone: what is copied is the block
+            super()._transfer(slot, views, fence)
             return
+        self.platform.submit(self._copy, lambda: copy_extents(views), after=(fence,), record=slot.arrived)
         self.platform.submit(
             self._comm, lambda: gather(views.image, views.shard), after=(slot.arrived,), record=slot.ready
         )
@@ -151,38 +171,39 @@ class GatherLane(Lane):
         self.counters.passes += 1
 
     def _agree(self, component: Component, full: bool) -> Component:
+        proposal = list(component.proposal) if component.proposal is not None else None
+        return self._grant(self._exchange("pass", component=component.name, full=full, proposal=proposal))
+
+    def _exchange(self, kind: str, **asked: Any) -> list[dict[str, Any]]:
+        """One agreement: what is asked, and what a lap follows from, which has to be the same on all ranks."""
+        state = [self.ring.seq if self.ring else 0, [list(item) for item in self._ahead]]
+        state += [[name, component.order_digest] for name, component in sorted(self.components.items())]
         try:
-            replies = self._group.control.exchange(
-                "pass",
-                passes=self._passes,
-                component=component.name,
-                full=full,
-                proposal=list(component.proposal) if component.proposal is not None else None,
-                state=[self.ring.seq if self.ring else 0, *map(list, self._ahead)],
-            )
+            replies = self._group.control.exchange(kind, passes=self._passes, state=state, **asked)
         except RuntimeError as error:
             self._broken = str(error)
             raise
-        return self._grant(replies)
+        for rank, reply in enumerate(replies):
+            if reply["kind"] not in ("pass", "bye"):
+                raise RuntimeError(
+                    f"rank {rank} is at '{reply['kind']}' while rank {self.rank} is at '{kind}'. Enabling and "
+                    "disabling are done by all ranks together, between forwards."
+                )
+            if reply["passes"] != self._passes or reply["state"] != state:
+                self._stop(
+                    f"rank {rank} counts {reply['passes']} passes and rank {self.rank} counts {self._passes}, or "
+                    "their slots or orders differ: a rank enabled, disabled or failed alone"
+                )
+        return replies
 
-    def _grant(self, replies: Sequence[dict]) -> Component:
+    def _grant(self, replies: Sequence[dict[str, Any]]) -> Component:
         """
         Which component the ranks agreed to run, from what all of them said; opens its lap. That of the first asking
         rank, counted from `pass number mod N` upward, so that everyone who asks is served within N passes.
         """
-        self._check_kinds(replies)
         asking = [(rank, reply) for rank, reply in enumerate(replies) if reply["kind"] == "pass"]
-        if any(reply["passes"] != self._passes for reply in replies) or any(
-            reply["state"] != asking[0][1]["state"] for _, reply in asking
-        ):
-            self._broken = f"ranks disagree on the passes so far: {[dict(r) for r in replies]}"
-            self._check()
         _, first = min(asking, key=lambda item: (item[0] - self._passes) % self.size)
-        component = self.components.get(first["component"])
-        if component is None:
-            self._broken = f"a rank asks for '{first['component']}', which rank {self._group.rank} has let go of"
-            self._check()
-            raise AssertionError("unreachable")
+        component = self.components[first["component"]]
         same = [reply for _, reply in asking if reply["component"] == component.name]
         proposal = same[0]["proposal"]
         if any(reply["full"] for reply in same):
@@ -192,14 +213,6 @@ class GatherLane(Lane):
         self._passes += 1
         self._open(component)
         return component
-
-    def _check_kinds(self, replies: Sequence[dict]) -> None:
-        for rank, reply in enumerate(replies):
-            if reply["kind"] not in ("pass", "bye"):
-                raise RuntimeError(
-                    f"rank {rank} is at '{reply['kind']}' while rank {self.rank} computes. Enabling and disabling are "
-                    "done by all ranks together, between forwards."
-                )
 
     def _open(self, component: Component) -> None:
         held = 0
@@ -215,13 +228,14 @@ class GatherLane(Lane):
         return min(self.num_slots - 1, len(component.order))
 
     def _recover(self, block: Unit) -> None:
-        self._broken = f"a fetch was interrupted before that of {block}, so rank {self.rank} does not know the order"
-        self._check()
+        self._stop(
+            f"a fetch was interrupted before that of {block}, so rank {self.rank} does not know the group's order"
+        )
+
+    def _stop(self, reason: str) -> NoReturn:
+        self._broken = reason.rstrip(".").removesuffix("and start all ranks again").rstrip(", ")
+        raise RankLost(f"Streaming by all_gather has stopped: {self._broken}. Start all ranks again.")
 
     def _check(self) -> None:
         if self._broken is not None:
-            raise RuntimeError(f"Streaming by all_gather has stopped: {self._broken}. Start all ranks again.")
-
-
-def _nothing() -> None:
-    return None
+            self._stop(self._broken)

@@ -29,6 +29,7 @@ _REFUSED_ON_MODEL = {
     "enable_layerwise_casting": "it would cast weights in the slots. Use one of them",
     "load_state_dict": "it would load into placeholders. Disable first, or load before enabling",
     "__deepcopy__": "the copy would hold placeholders. Disable first",
+    "__reduce_ex__": "what is pickled would hold placeholders. Save with save_pretrained, or disable first",
 }
 _REFUSED_ON_PIPELINE = {
     "enable_model_cpu_offload": "the pipeline's models are placed already",
@@ -55,10 +56,17 @@ class Guards:
     """
 
     def __init__(self, component: Component, root: nn.Module, device: torch.device) -> None:
-        self._shadows: list[tuple[nn.Module, str]] = []
+        self._component = component
+        self._root = root
+        self._device = device
+        self._shadows: list[tuple[nn.Module, str, Any]] = []
         self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Puts them on."""
+        component, root, device = self._component, self._root, self._device
         for name, reason in _REFUSED_ON_MODEL.items():
-            if name == "__deepcopy__" or callable(getattr(root, name, None)):
+            if name.startswith("__") or callable(getattr(root, name, None)):
                 self._shadow(root, name, _refusal(f"'{component.name}'", name, reason))
         owned: dict[int, tuple[nn.Module, list[tuple[str, Unit, int, ManagedTensor]]]] = {}
         for unit in component.units:
@@ -72,20 +80,25 @@ class Guards:
             if module is not root:
                 tensors = [tensor for *_, tensor in entries]
                 self._shadow(module, "_apply", _apply_guard(component.name, module, tensors, device, is_root=False))
+                for name in ("__deepcopy__", "__reduce_ex__"):
+                    self._shadow(module, name, _refusal(f"'{component.name}'", name, _REFUSED_ON_MODEL[name]))
             self._handles.append(module.register_state_dict_post_hook(_serve_state_dict(component.name, entries)))
 
     def remove(self) -> None:
         """Takes every guard back. Idempotent."""
         while self._shadows:
-            module, name = self._shadows.pop()
-            vars(module).pop(name, None)
+            module, name, previous = self._shadows.pop()
+            if previous is None:
+                vars(module).pop(name, None)
+            else:
+                object.__setattr__(module, name, previous)
         while self._handles:
             self._handles.pop().remove()
 
     def _shadow(self, module: nn.Module, name: str, replacement: Callable) -> None:
         # An instance attribute, which is found before the class's method; classes stay as they are.
+        self._shadows.append((module, name, vars(module).get(name)))
         object.__setattr__(module, name, replacement)
-        self._shadows.append((module, name))
 
 
 def is_guarded(module: nn.Module) -> bool:
@@ -110,7 +123,7 @@ class PipelineGuards:
 
 def _refusal(what: str, name: str, reason: str) -> Callable:
     def refuse(*args: Any, **kwargs: Any) -> None:
-        raise ValueError(f"'{name}' is refused while {what} is offloaded by layers: {reason}.")
+        raise ValueError(f"'{name}' is refused while {what} is under distributed layerwise offload: {reason}.")
 
     return refuse
 
@@ -131,8 +144,8 @@ def _apply_guard(
         for dtype in dtypes:
             if fn(torch.empty(1, dtype=dtype, device=device)).dtype != dtype:
                 raise ValueError(
-                    f"'{name}' is offloaded by layers, and changing its dtype would cast placeholders. Cast before "
-                    "enabling, or load with the dtype you want."
+                    f"'{name}' is under distributed layerwise offload, and changing its dtype would cast "
+                    "placeholders. Cast before enabling, or load with the dtype you want."
                 )
         if is_root:
             return original(module, fn, recurse)
@@ -156,7 +169,8 @@ def _serve_state_dict(name: str, entries: list[tuple[str, Unit, int, ManagedTens
     def serve(module: nn.Module, state_dict: dict, prefix: str, local_metadata: Mapping) -> None:
         for attribute, unit, index, tensor in entries:
             key = prefix + attribute
-            if key not in state_dict or tensor.kept:
+            current = module._parameters.get(attribute, module._buffers.get(attribute))
+            if key not in state_dict or tensor.kept or current is not tensor.born:
                 continue
             value = unit.store.view(unit.key, unit.layout.tensors[index])
             if value is None:

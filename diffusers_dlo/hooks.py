@@ -56,7 +56,6 @@ class ComponentHooks:
         component (`Component`): its state.
         root (`nn.Module`): the component's module.
         modules (`Sequence[tuple[nn.Module, ...]]`): those of each of the component's units, in the same order.
-        on_removal (`Callable`): called when somebody removes the marker from the registry.
     """
 
     def __init__(
@@ -65,38 +64,41 @@ class ComponentHooks:
         component: Component,
         root: nn.Module,
         modules: Sequence[tuple[nn.Module, ...]],
-        on_removal: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._component = component
         self._root = root
         self._handles: list[RemovableHandle] = []
-        unit_modules = [(module, unit) for parts, unit in zip(modules, component.units) for module in parts]
+        self._unit_modules = [(module, unit) for parts, unit in zip(modules, component.units) for module in parts]
         self._units_of = {
-            id(inner): unit for module, unit in unit_modules for inner in module.modules() if inner is not module
+            id(inner): unit for module, unit in self._unit_modules for inner in module.modules() if inner is not module
         }
+        self._watched = (root, *(module for module, _ in self._unit_modules))
         self._hooked: set[int] = set()
         self._first: _FirstForward | None = None
         self._checked = False
         self._entered: tuple[nn.Module, set[int], int] | None = None
-        self._watched = (root, *(module for module, _ in unit_modules))
-        for module, unit in unit_modules:
+
+    def attach(self, on_removal: Callable[[], None]) -> None:
+        """Puts them on; `on_removal` is called when somebody removes the marker from the registry."""
+        for module, unit in self._unit_modules:
             self._attach(module, unit)
-        for entry in _entries(root, self._watched[1:]):
+        for entry in _entries(self._root, self._watched[1:]):
             self._attach_entry(entry)
-        HookRegistry.check_if_exists_or_initialize(root).register_hook(
+        HookRegistry.check_if_exists_or_initialize(self._root).register_hook(
             DistributedLayerwiseOffloadHook(on_removal), MARKER
         )
 
     def remove(self) -> None:
         """Takes every hook off; real weights are put back by the caller. Idempotent."""
-        self._end_first()
+        self.end_first()
         while self._handles:
             self._handles.pop().remove()
         _remove_marker(self._root)
 
     def _attach(self, module: nn.Module, unit: Unit) -> None:
         engine = self._engine
+        device_type = engine.platform.device.type
 
         # Disabled *directly*, which is what lets torch.compile(fullgraph=True) step around them without a break.
         @torch.compiler.disable
@@ -105,12 +107,20 @@ class ComponentHooks:
                 managed = (tensor.born for tensor in unit.tensors)
                 _refuse_grad(unit, any(t.requires_grad for t in (*managed, *iter_tensors((args, kwargs)))))
             engine.acquire(unit)
+            if self._first is not None:
+                self._first.suspend(unit)
 
         @torch.compiler.disable
-        def post(module: nn.Module, args: tuple, output: Any) -> None:
+        def post(module: nn.Module, args: tuple, output: Any) -> Any:
+            if torch.is_autocast_enabled(device_type):
+                torch.clear_autocast_cache()  # it holds a cast copy of every weight
+            replaced = engine.own_output(unit, output)
             engine.release(unit)
+            if self._first is not None:
+                self._first.resume(unit)
             if torch.is_grad_enabled():  # an adapter in the block may train where its inputs need no gradient
                 _refuse_grad(unit, any(t.requires_grad for t in iter_tensors(output)))
+            return replaced
 
         self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
         # always_call: a block that raises is released too.
@@ -131,7 +141,7 @@ class ComponentHooks:
             if self._entered is None or id(module) not in self._entered[1]:
                 self._check_alone()
                 self._engine.enter(self._component)
-                self._end_first()
+                self.end_first()
                 self._entered = (module, inner, threading.get_ident())
                 self._begin_first()
 
@@ -141,7 +151,7 @@ class ComponentHooks:
             entered = self._entered
             if entered is not None and entered[0] is module and entered[2] == threading.get_ident():
                 self._entered = None
-                self._end_first()
+                self.end_first()
                 self._checked |= output is not None
                 self._engine.leave(self._component, complete=output is not None)
 
@@ -158,11 +168,15 @@ class ComponentHooks:
     # The first forward of a component looks for weights that are used outside their block's turn.
 
     def _begin_first(self) -> None:
-        compiled = any(module._compiled_call_impl is not None for module in self._root.modules())
-        if not self._checked and not compiled and not torch.compiler.is_compiling():
+        if self._checked or torch.compiler.is_compiling():
+            return
+        if all(module._compiled_call_impl is None for module in self._root.modules()):
             self._first = _FirstForward(self._component, self._acquire_submodule)
+        else:
+            self._checked = True  # tracing would see the guard, and compile for it
 
-    def _end_first(self) -> None:
+    def end_first(self) -> None:
+        """Ends the checks of the first forward."""
         # Also reached by the next forward: torch runs no hook after a KeyboardInterrupt.
         if self._first is not None:
             self._first.close()
@@ -175,19 +189,51 @@ class ComponentHooks:
             return
         self._attach(module, unit)
         self._engine.acquire(unit)  # the hook just added takes part from the next call on; its counterpart in this one
+        if self._first is not None:
+            self._first.suspend(unit)
 
 
 class _FirstForward:
-    """What is active during the first forward: a global hook on module calls, and the guard on placeholders."""
+    """
+    What is active during the first forward: a global hook on module calls, and, while no block computes, the guard on
+    placeholders. Not inside blocks: dynamo gives up for good on what it meets under such a guard.
+    """
 
     def __init__(self, component: Component, on_call: Callable[[nn.Module], None]) -> None:
         self._handle = register_module_forward_pre_hook(lambda module, args: on_call(module))
-        self._guard = PlaceholderGuard(component)
-        self._guard.__enter__()
+        self._component = component
+        self._thread = threading.get_ident()
+        self._guard: PlaceholderGuard | None = None
+        self._inside: set[Unit] = set()
+        self._watch()
+
+    def suspend(self, unit: Unit) -> None:
+        """A unit computes."""
+        self._inside.add(unit)
+        self._unwatch()
+
+    def resume(self, unit: Unit) -> None:
+        """A unit has computed, or is not the last to be called inside itself."""
+        if not unit.held:
+            self._inside.discard(unit)
+        if not self._inside:
+            self._watch()
 
     def close(self) -> None:
-        self._guard.__exit__(None, None, None)
+        """Ends it all."""
+        self._unwatch()
         self._handle.remove()
+
+    def _watch(self) -> None:
+        if self._guard is None:
+            self._guard = PlaceholderGuard(self._component)
+            self._guard.__enter__()
+
+    def _unwatch(self) -> None:
+        # The stack of guards belongs to a thread, and goes with it.
+        if self._guard is not None and threading.get_ident() == self._thread:
+            self._guard.__exit__(None, None, None)
+        self._guard = None
 
 
 def _refuse_grad(unit: Unit, needs_grad: bool) -> None:

@@ -70,9 +70,9 @@ class Lane:
         """
         if self.components.pop(component.name, None) is None:
             return
-        self._let_go(component.units)
-        for unit in component.units:
-            unit.views = []
+        self._let_go(component.blocks)
+        for block in component.blocks:
+            block.views = []
         if shrink or not self.components:
             self._drop_ring()
             if self.components and not self.transient:
@@ -114,28 +114,27 @@ class Lane:
     # What hooks call
 
     def enter(self, component: Component) -> None:
-        """A forward of the component begins. What an interrupted one left held is let go first."""
-        self._let_go(component.units)
+        """A forward of the component begins."""
+        self._let_go(component.blocks)
         component.trace = {}
         if self.ring is None:
             self._fit_ring()
 
     def acquire(self, block: Unit) -> None:
         """Makes a block's tensors readable on the current stream, and fetches ahead."""
-        if block.held:
+        if block.slot is not None:
             block.holds += 1
             return
         if self.ring is None:
             self._fit_ring()
-        assert self.ring is not None
         component = self.components[block.component]
         slot = self._reach(component, block)
         slot.holds += 1
-        slot.used = True
         block.slot, block.holds = slot, 1
         try:
             self._fetch_ahead(component, block)
-            self.platform.compute_wait(slot.ready)
+            self.platform.compute_wait(slot.fence)
+            slot.used = True
             block.point(block.views[slot.index].tensors)
         except BaseException:
             self._let_go([block])
@@ -143,15 +142,14 @@ class Lane:
         component.trace.setdefault(block.index)
 
     def release(self, block: Unit) -> None:
-        """The block has been computed. Tolerates a block that is not held: a hook also runs after a failed acquire."""
-        if block.holds > 1:
-            block.holds -= 1
-        elif block.holds == 1:
+        """The block has been computed."""
+        block.holds -= 1
+        if block.holds == 0:
             self._let_go([block])
 
     def leave(self, component: Component, complete: bool) -> None:
         """A forward of the component has ended, or raised."""
-        self._let_go(component.units)
+        self._let_go(component.blocks)
         if complete:
             component.propose()
         if self.transient:
@@ -159,17 +157,22 @@ class Lane:
         else:
             self.finish()
 
+    def let_go_all(self) -> None:
+        """No forward is open: whatever an interrupted one left held is let go."""
+        for component in self.components.values():
+            self._let_go(component.blocks)
+
     def finish(self) -> None:
         """Completes the open lap, if there is one."""
 
-    def _let_go(self, units: Iterable[Unit]) -> None:
-        for unit in units:
-            if unit.slot is not None:
-                unit.unpoint()
-                self.platform.compute_record(unit.slot.free)
-                unit.slot.holds -= 1
-                unit.slot = None
-            unit.holds = 0
+    def _let_go(self, blocks: Iterable[Unit]) -> None:
+        for block in blocks:
+            if block.slot is not None:
+                block.unpoint()
+                if block.slot.used:
+                    self.platform.compute_record(block.slot.free)
+                block.slot.holds -= 1
+                block.slot, block.holds = None, 0
 
     # Fetching
 
@@ -191,9 +194,10 @@ class Lane:
         self._issuing = True
         if self.ring.next_slot.holds:
             self._issuing = False
+            held = ", ".join(sorted(str(unit) for c in self.components.values() for unit in c.blocks if unit.held))
             raise RuntimeError(
-                f"{block} needs a slot, but all {len(self.ring.slots)} hold blocks that are computing, one inside the "
-                f"other. Raise 'num_slots' to {len(self.ring.slots) + 1}."
+                f"rank {self.rank}: {block} needs a slot while {held} compute, one inside the other. Raise "
+                f"'num_slots' to {len(self.ring.slots) + 1}."
             )
         fence = self.ring.next_slot.fence
         slot = self.ring.take(block.component, block.index)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
-from .block_discovery import Selection, find_units, select_components
+from .block_discovery import FoundUnit, Selection, find_units, select_components
 from .config import DistributedLayerwiseOffloadConfig
 from .tensor_utils import OwnedTensor, nbytes_of, owned_tensors
 from .validation import refuse_fixed_addresses, validate_blocks_option
@@ -86,7 +86,7 @@ class ComponentPlan:
     transfer: str
     blocks: tuple[BlockLayout, ...]
     leaves: tuple[BlockLayout, ...]
-    resident_nbytes: int
+    placed_nbytes: int
     transient: bool = False
     "Whether its slots exist only while the component runs (a text encoder beside a gathered transformer)."
 
@@ -147,9 +147,9 @@ class OffloadPlan:
         return self.num_slots * sum(self.slot_nbytes(transfer) for transfer in ("all_gather", "local"))
 
     @property
-    def device_resident_nbytes(self) -> int:
+    def device_placed_nbytes(self) -> int:
         """Device bytes of the weights that are never streamed."""
-        return sum(c.resident_nbytes for c in self.components) + sum(nbytes for _, _, nbytes in self.placed)
+        return sum(c.placed_nbytes for c in self.components) + sum(nbytes for _, _, nbytes in self.placed)
 
     def whole_on_rank(self, component: ComponentPlan, unit: BlockLayout) -> bool:
         """Whether a rank copies this unit whole, and not a shard of it."""
@@ -175,7 +175,7 @@ class OffloadPlan:
 
     def summary_lines(self) -> list[str]:
         """One short line for each fact that ranks must share; a block stands as its name and digest."""
-        lines = [f"num_slots {self.num_slots}", f"group size {self.group_size}"]
+        lines = [f"num_slots {self.num_slots}", f"host {self.host!r}", f"group size {self.group_size}"]
         for component in self.components:
             lines.append(
                 f"component '{component.name}' {component.class_name} {component.transfer}"
@@ -193,17 +193,15 @@ class OffloadPlan:
 def plan_component(
     name: str,
     module: nn.Module,
-    block_names: Sequence[str] | None,
+    units: Sequence[FoundUnit],
+    resident: Sequence[OwnedTensor],
     transfer: str,
     transient: bool = False,
 ) -> ComponentPlan:
     """
-    The plan of one component. `module` may live on any device, also on meta; nothing of it is read but metadata.
-
-    Raises:
-        `ValueError`: no blocks, or a name in `block_names` that does not exist.
+    The plan of one component from what `find_units` found in it. `module` may live on any device, also on meta;
+    nothing of it is read but metadata.
     """
-    units, resident = find_units(module, block_names)
     layouts = [_layout(unit.name, unit.tensors, unit.is_leaf) for unit in units]
     return ComponentPlan(
         name=name,
@@ -211,7 +209,7 @@ def plan_component(
         transfer=transfer,
         blocks=tuple(layout for layout in layouts if not layout.is_leaf),
         leaves=tuple(layout for layout in layouts if layout.is_leaf),
-        resident_nbytes=nbytes_of(resident),
+        placed_nbytes=nbytes_of(resident),
         transient=transient,
     )
 
@@ -238,36 +236,46 @@ def _layout(name: str, tensors: Sequence[OwnedTensor], is_leaf: bool) -> BlockLa
     return BlockLayout(name, end, tuple(layouts), is_leaf)
 
 
-def build_plan(
-    selection: Selection, config: DistributedLayerwiseOffloadConfig, group_size: int, host: str | None = None
-) -> OffloadPlan:
-    """
-    The plan for chosen components. Text encoders are always `local`: they run once, on each rank for its own prompt.
+def transfers_of(selection: Selection, config: DistributedLayerwiseOffloadConfig, group_size: int) -> dict[str, str]:
+    """How each component is transferred. Text encoders are `local`: they run once, on each rank for its own prompt."""
+    encoders = selection.encoders if len(selection.encoders) < len(selection.streamed) else ()
+    common = config.transfer_for(group_size)
+    return {name: "local" if name in encoders else common for name in selection.streamed}
 
-    Raises:
-        `ValueError`: as `plan_component`, or a `blocks` option that does not fit the components.
-    """
-    validate_blocks_option(config, selection.streamed)
-    transfer = config.transfer_for(group_size)
-    components = []
-    for name, module in selection.streamed.items():
-        is_encoder = name in selection.encoders and len(selection.encoders) < len(selection.streamed)
-        components.append(
-            plan_component(
-                name,
-                module,
-                config.blocks_of(name),
-                "local" if is_encoder else transfer,
-                transient=is_encoder and transfer != "local",
-            )
-        )
+
+def build_plan(
+    selection: Selection,
+    found: Mapping[str, tuple[Sequence[FoundUnit], Sequence[OwnedTensor]]],
+    config: DistributedLayerwiseOffloadConfig,
+    group_size: int,
+) -> OffloadPlan:
+    """The plan for chosen components, from the units found in each."""
+    common = config.transfer_for(group_size)
     return OffloadPlan(
-        components=tuple(components),
+        components=tuple(
+            plan_component(
+                name, selection.streamed[name], *found[name], transfer, transient=transfer == "local" != common
+            )
+            for name, transfer in transfers_of(selection, config, group_size).items()
+        ),
         placed=tuple((n, type(m).__name__, nbytes_of(owned_tensors(m))) for n, m in selection.placed.items()),
         group_size=group_size,
         num_slots=config.slots,
-        host=host or config.host,
+        host=config.host,
     )
+
+
+def find_all(
+    selection: Selection, config: DistributedLayerwiseOffloadConfig
+) -> dict[str, tuple[list[FoundUnit], list[OwnedTensor]]]:
+    """
+    What streams in each chosen component, and what stays.
+
+    Raises:
+        `ValueError`: as `find_units`, or a `blocks` option that does not fit the components.
+    """
+    validate_blocks_option(config, selection.streamed)
+    return {name: find_units(module, config.blocks_of(name)) for name, module in selection.streamed.items()}
 
 
 def plan_distributed_layerwise_offload(
@@ -293,7 +301,8 @@ def plan_distributed_layerwise_offload(
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
         raise ValueError(f"'group_size' must be a number of ranks, 1 or more; got {group_size!r}.")
     config = config if config is not None else DistributedLayerwiseOffloadConfig()
-    return build_plan(select(module_or_pipeline, config, components), config, group_size)
+    selection = select(module_or_pipeline, config, components)
+    return build_plan(selection, find_all(selection, config), config, group_size)
 
 
 get_offload_plan = plan_distributed_layerwise_offload

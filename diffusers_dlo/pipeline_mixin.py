@@ -17,6 +17,9 @@ from .guards import PipelineGuards
 from .offload_plan import select
 
 
+_HANDLE = "_distributed_layerwise_offload_handle"
+
+
 class DistributedLayerwiseOffloadMixin:
     """
     The methods that `import diffusers_dlo` adds to every `DiffusionPipeline`. A pipeline class of your own may also
@@ -53,6 +56,7 @@ class DistributedLayerwiseOffloadMixin:
         """
         handle = enable(lambda resolved: select(self, resolved, components), config, overrides)
         handle.on_removal(PipelineGuards(self).remove)
+        vars(self)[_HANDLE] = handle  # also when the component is exchanged for another meanwhile
         return handle
 
     def disable_distributed_layerwise_offload(self) -> None:
@@ -60,13 +64,15 @@ class DistributedLayerwiseOffloadMixin:
         Gives every component ordinary parameters on the CPU again. All ranks call it; it waits for those still at
         work. Does nothing where nothing is enabled.
         """
-        handle = self.distributed_layerwise_offload
-        if handle is not None:
+        while (handle := self.distributed_layerwise_offload) is not None:
             handle.remove()
 
     @property
     def distributed_layerwise_offload(self) -> OffloadHandle | None:
         """The handle of the offload in force, or None."""
+        own: OffloadHandle | None = vars(self).get(_HANDLE)
+        if own is not None and own.enabled:
+            return own
         for component in self.components.values():
             handle = get_handle(component) if isinstance(component, nn.Module) else None
             if handle is not None:

@@ -11,23 +11,25 @@ from .engine import Engine
 from .host.store import HostStore
 from .offload_plan import OffloadPlan
 from .tables import format_bytes, render_table
+from .units import Counters
 
 
 @dataclass(frozen=True)
 class OffloadReport:
     r"""
-    Counters since enabling, of this rank. Bytes are those that crossed a link, padding included.
+    Counters since enabling, of this rank; of all that streams in this process. Bytes are those that crossed a link,
+    padding included.
 
-    Args:
+    Attributes:
         host_kind (`str`): where the bytes live: `"packed"` or `"pinned"`.
         transfer (`str`): how blocks reach the device; several kinds are joined by `+`.
-        passes (`int`): laps of a component that this rank computed.
-        ghost_passes (`int`): laps whose transfers it did for others alone.
+        passes (`int`): passes that this rank computed.
+        ghost_passes (`int`): passes in which this rank only transferred, for other ranks.
         h2d_bytes (`int`): copied from the host to the device for blocks.
         gather_bytes (`int`): received from other ranks by all-gathers.
         on_demand_bytes (`int`): copied to the device for leaves outside blocks.
         device_slot_bytes (`int`): device memory of the slots that exist now.
-        device_resident_bytes (`int`): device memory of weights that are never streamed.
+        device_placed_bytes (`int`): device memory of weights that are never streamed.
         host_private_bytes (`int`): host memory of this rank alone.
         host_shared_bytes (`int`): host memory that the ranks of the group share, counted once.
     """
@@ -40,7 +42,7 @@ class OffloadReport:
     gather_bytes: int
     on_demand_bytes: int
     device_slot_bytes: int
-    device_resident_bytes: int
+    device_placed_bytes: int
     host_private_bytes: int
     host_shared_bytes: int
 
@@ -53,9 +55,9 @@ class OffloadReport:
         return render_table("Offload report of this rank", ["what", "value"], rows)
 
 
-def make_report(engine: Engine, plan: OffloadPlan, store: HostStore) -> OffloadReport:
-    """The report of the engine's counters for one handle's plan and store."""
-    counters = engine.counters
+def make_report(engine: Engine, start: Counters, plan: OffloadPlan, store: HostStore) -> OffloadReport:
+    """The report of what the engine counted since `start`, with one handle's plan and store."""
+    counters = engine.counters.since(start)
     return OffloadReport(
         host_kind=store.kind,
         transfer="+".join(sorted({component.transfer for component in plan.components})),
@@ -65,7 +67,7 @@ def make_report(engine: Engine, plan: OffloadPlan, store: HostStore) -> OffloadR
         gather_bytes=counters.gather_nbytes,
         on_demand_bytes=counters.on_demand_nbytes,
         device_slot_bytes=engine.device_slot_nbytes,
-        device_resident_bytes=plan.device_resident_nbytes,
+        device_placed_bytes=plan.device_placed_nbytes,
         host_private_bytes=store.private_nbytes,
         host_shared_bytes=store.shared_nbytes,
     )

@@ -57,7 +57,7 @@ def render_plan(plan: OffloadPlan) -> str:
                 format_bytes(largest.nbytes),
                 format_bytes(component.streamed_nbytes),
                 format_bytes(sum(leaf.nbytes for leaf in component.leaves)) if component.leaves else "-",
-                format_bytes(component.resident_nbytes),
+                format_bytes(component.placed_nbytes),
             ]
         )
     rows += [[name, cls, "placed", "-", "-", "-", "-", format_bytes(nbytes)] for name, cls, nbytes in plan.placed]
@@ -71,7 +71,7 @@ def render_plan(plan: OffloadPlan) -> str:
     return "\n".join(
         [
             render_table(f"Offload plan, {ranks} sharing weights", columns, rows),
-            f"device: {slots} in slots, {format_bytes(plan.device_resident_nbytes)} of weights that stay",
+            f"device: {slots} in slots, {format_bytes(plan.device_placed_nbytes)} of weights that stay",
             f"host:   {format_bytes(plan.host_nbytes_per_rank)} per rank ({plan.host}), "
             f"{format_bytes(plan.host_nbytes_per_rank * plan.group_size)} in all",
         ]

@@ -12,8 +12,11 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._pytree import tree_leaves
+
+
+SMALL_BUFFER_NBYTES = 1 << 20
+"""Buffers of a block up to this many bytes stay on the device."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +71,28 @@ def partition_tensors(
 ) -> tuple[list[list[OwnedTensor]], list[OwnedTensor]]:
     """
     Splits the tensors of `module` into those that are managed, for each of `units` (a block, or leaves that share a
-    weight), and those that stay on the device. What two units share, or a unit and the rest, stays: be it a tensor or
-    a whole module. So does a tensor of a single element (an expanded placeholder could be written to), one whose bytes
-    are not its value (overlapping, with gaps, lazily conjugated or negated), and an adapter's.
+    weight), and those that stay on the device. What two units share, or a unit and the rest, stays: be it a tensor,
+    its memory or a whole module. So does a tensor of a single element (an expanded placeholder could be written to),
+    one whose bytes are not its value (overlapping, with gaps, lazily conjugated or negated), an adapter's, and a small
+    buffer: forward may write to it in ways that leave no trace (batch norm does).
     """
     homes = _homes(module, units)
     adapters = _adapter_modules(module)
     managed: list[list[OwnedTensor]] = [[] for _ in units]
     resident: list[OwnedTensor] = []
-    for owned in owned_tensors(module):
+    every = owned_tensors(module)
+    aliased = _aliased([owned.tensor for owned in every])
+    for owned in every:
         tensor = owned.tensor
         where = set().union(*(homes[id(owner.module)] for owner in owned.owners))
         streams = (
             len(where) == 1
             and None not in where
             and tensor.numel() > 1
-            and is_non_overlapping_and_dense_or_false(tensor)
+            and _is_dense(tensor)
             and not (tensor.is_conj() or tensor.is_neg())
+            and id(tensor) not in aliased
+            and (owned.owners[0].kind == "parameter" or tensor.numel() * tensor.element_size() > SMALL_BUFFER_NBYTES)
             and not any(id(owner.module) in adapters for owner in owned.owners)
         )
         if streams:
@@ -92,6 +100,33 @@ def partition_tensors(
         else:
             resident.append(owned)
     return managed, resident
+
+
+def _aliased(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of tensors whose memory overlaps that of another one: a write to one would show in the other."""
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.numel() * tensor.element_size(), id(tensor))
+        for tensor in tensors
+        if not tensor.is_meta and tensor.numel() and type(tensor) in (torch.Tensor, nn.Parameter)
+    )
+    found: set[int] = set()
+    device, stop, last = "", 0, 0
+    for where, start, nbytes, identity in spans:
+        if where == device and start < stop:
+            found |= {identity, last}
+        if where != device or start + nbytes > stop:
+            device, stop, last = where, start + nbytes, identity
+    return found
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a run of memory, each once, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _homes(module: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[int, set[int | None]]:
@@ -190,14 +225,6 @@ def put(owners: Iterable[Owner], tensor: torch.Tensor) -> None:
         owner.slots[owner.attribute] = tensor
 
 
-def missing_owner(owners: Iterable[Owner], tensor: torch.Tensor) -> Owner | None:
-    """The first place of `owners` that no longer holds `tensor`, or None."""
-    for owner in owners:
-        if owner.slots.get(owner.attribute) is not tensor:
-            return owner
-    return None
-
-
 def nbytes_of(tensors: Iterable[OwnedTensor]) -> int:
     """Bytes of the given tensors."""
     return sum(owned.tensor.numel() * owned.tensor.element_size() for owned in tensors)
@@ -268,8 +295,13 @@ class ManagedTensor:
         put(self.owners, self.born)
 
     def drop_original(self) -> None:
-        """Lets go of the original's memory; its bytes are in a host store now."""
-        set_tensor_storage(self.original, torch.empty(0, dtype=self.original.dtype, device=self.original.device))
+        """Lets go of the original's memory, whose bytes are in a host store now; who kept a reference reads NaN."""
+        set_tensor_storage(self.original, make_offload_placeholder(self.original, self.original.device))
+
+    def lose(self) -> None:
+        """The bytes are lost. What is put back is empty, so that any use of it raises."""
+        self.original = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.restore(None)
 
     def check_unwritten(self) -> None:
         """
@@ -278,7 +310,7 @@ class ManagedTensor:
         Raises:
             `RuntimeError`: naming the tensor: what was written has no effect.
         """
-        if self.born._version != self._version:
+        if self.born._version != self._version or self.born.data_ptr() != self.placeholder.data_ptr():
             raise RuntimeError(
                 f"'{self.name}' was written to while its block was not on the device, so the new value is lost. "
                 "Disable the offload, change the weights, and enable it again."
@@ -299,14 +331,17 @@ class ManagedTensor:
             self.born.data = self.placeholder
 
     def restore(self, value: torch.Tensor | None) -> None:
-        """Puts the original back in the modules, with `value` (on the CPU) as its memory; None leaves its own."""
+        """Puts the original back in the modules, with `value` as its memory; None leaves it what it has."""
         if value is not None:
-            if self.original.device.type == value.device.type:
+            same_kind = torch._has_compatible_shallow_copy_type(self.original, value)
+            if same_kind and not self.original.is_inference():
                 set_tensor_storage(self.original, value)
             elif isinstance(self.original, nn.Parameter):
                 self.original = nn.Parameter(value, requires_grad=self.original.requires_grad)
             else:
                 self.original = value
+        if isinstance(self.original, nn.Parameter):
+            self.original.requires_grad_(self.born.requires_grad)
         for owner in self.owners:
             if owner.slots.get(owner.attribute) is self.born:
                 owner.slots[owner.attribute] = self.original

@@ -6,8 +6,9 @@ Owns what streams, at run time: a block or leaf with its tensors (`Unit`), and a
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -27,6 +28,10 @@ class Counters:
     h2d_nbytes: int = 0
     gather_nbytes: int = 0
     on_demand_nbytes: int = 0
+
+    def since(self, start: Counters) -> Counters:
+        """What was counted after `start`, a copy made then."""
+        return Counters(*(getattr(self, f.name) - getattr(start, f.name) for f in fields(self)))
 
 
 class Unit:
@@ -58,6 +63,11 @@ class Unit:
     def held(self) -> bool:
         """Whether its tensors are pointed at its bytes."""
         return self.holds > 0
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """The device memory its tensors point at now."""
+        return self.slot.buffer if self.slot is not None else self.buffer
 
     @property
     def extents(self) -> list[Extent]:
@@ -96,6 +106,7 @@ class Component:
         self.leaves = tuple(leaves)
         self.full_order = tuple(range(len(self.blocks)))
         self.order = self.full_order
+        self.order_digest = 0
         self.proposal: tuple[int, ...] | None = None
         self.settled = False
         self.trace: dict[int, None] = {}
@@ -116,5 +127,6 @@ class Component:
     def adopt(self, order: tuple[int, ...]) -> None:
         """Makes `order` the one that laps follow from now on."""
         self.order = order
+        self.order_digest = zlib.crc32(repr(order).encode())
         self.proposal = None
         self.settled = True

@@ -40,11 +40,12 @@ def refuse_foreign_hooks(module: nn.Module, path: str) -> None:
     for hook, reason in _FOREIGN_HOOKS.items():
         if registry is not None and registry.get_hook(hook) is not None:
             raise ValueError(
-                f"'{path}' cannot be offloaded by layers: {reason} on it. Load it anew without, or use one of the two."
+                f"'{path}' cannot be put under distributed layerwise offload: {reason} on it. "
+                "Reload it without that, or use one of the two."
             )
     if "_hf_hook" in attributes:
         raise ValueError(
-            f"'{path}' cannot be offloaded by layers: accelerate moves its weights (a "
+            f"'{path}' cannot be put under distributed layerwise offload: accelerate moves its weights (a "
             f"{type(attributes['_hf_hook']).__name__} is on it). Call pipe.remove_all_hooks(), or load without it."
         )
 
@@ -68,7 +69,17 @@ def validate_module(module: nn.Module, name: str, transfer: str) -> None:
     refuse_foreign_offload(module, name)
     _refuse_sharded(module, name, transfer)
     _refuse_quantized(module, name, transfer)
-    for submodule in module.modules():
+    for path, submodule in module.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule):
+            raise NotImplementedError(
+                f"'{path or name}' of '{name}' is a TorchScript module, whose weights cannot be re-pointed. Use the "
+                "module it was scripted from."
+            )
+        if getattr(submodule, "merged", None) is True and hasattr(submodule, "merged_adapters"):
+            raise ValueError(
+                f"'{path}' of '{name}' has an adapter merged into its weights, which PEFT would take out again in "
+                "forward. After fuse_lora() call unload_lora_weights(), or unfuse it."
+            )
         refuse_fixed_addresses(submodule, submodule._compiled_call_impl, name)
     _refuse_meta(module, name)
 
@@ -95,7 +106,7 @@ def refuse_fixed_addresses(module: nn.Module, compiled: object, name: str) -> No
     if read is not None and (read() or {}).get("triton.cudagraphs"):
         raise ValueError(
             f"'{name}' ({type(module).__name__}) is compiled with mode=\"reduce-overhead\" or another that records "
-            "CUDA graphs: they replay fixed addresses, and a block's address changes with its slot. Compile without."
+            "CUDA graphs: they replay fixed addresses, and a block's address changes with its slot. Use another mode."
         )
 
 
@@ -161,7 +172,9 @@ def refuse_enabled(name: str, enabled: bool) -> None:
         `ValueError`: it is enabled already.
     """
     if enabled:
-        raise ValueError(f"'{name}' is offloaded by layers already. Disable it first to change options.")
+        raise ValueError(
+            f"'{name}' is under distributed layerwise offload already. Disable it first to change options."
+        )
 
 
 def validate_blocks_option(config: DistributedLayerwiseOffloadConfig, components: Iterable[str]) -> None:

@@ -266,8 +266,7 @@ def launched() -> Iterator[Worker]:
 
     yield worker
 
-    # Not in a `finally`: after an error the others may still need this rank's weights, and the offload serves them
-    # until they are done, at the end of the process. Destroying the group here would come before that.
+    # Not in a `finally`: after an error on this rank the others notice its end; a barrier would only delay that.
     if dist.is_initialized():
         state.wait_for_everyone()
         dist.destroy_process_group()

@@ -19,7 +19,7 @@ from diffusers_dlo import (
     set_blocks_attr_names,
 )
 from diffusers_dlo.block_discovery import Selection, discover_blocks, select_components
-from diffusers_dlo.offload_plan import plan_component, select
+from diffusers_dlo.offload_plan import select
 from tests import toys, zoo
 from tests.toys import Block, toy
 
@@ -308,9 +308,9 @@ def test_tied_leaves_are_one_that_is_fetched_once() -> None:
     model, reference = toy(toys.Leafy), toy(toys.Leafy)
     for module in (model, reference):
         module.lm_head.weight = module.embed.weight
-    plan = plan_component("model", model, None, "local")
+    plan = plan_distributed_layerwise_offload(model).components[0]
     assert [[t.name for t in leaf.tensors] for leaf in plan.leaves] == [["embed.weight", "lm_head.bias"]]
-    assert plan.resident_nbytes == nbytes(model.inp) + nbytes(model.out)
+    assert plan.placed_nbytes == nbytes(model.inp) + nbytes(model.out)
     handle = apply_distributed_layerwise_offload(model)
     with torch.no_grad():
         assert torch.equal(model(toys.feed(0)), reference(toys.feed(0)))
@@ -324,9 +324,9 @@ def test_tied_leaves_are_one_that_is_fetched_once() -> None:
 def test_a_leaf_that_shares_with_another_kind_of_module_stays() -> None:
     model = toy(toys.Leafy)
     model.also = nn.ParameterList([model.embed.weight])
-    plan = plan_component("model", model, None, "local")
+    plan = plan_distributed_layerwise_offload(model).components[0]
     assert [leaf.name for leaf in plan.leaves] == ["lm_head"]
-    assert plan.resident_nbytes == nbytes(model.inp) + nbytes(model.out) + 400 * 16 * 4
+    assert plan.placed_nbytes == nbytes(model.inp) + nbytes(model.out) + 400 * 16 * 4
 
 
 # ------------------------------------------------------------------------------------- components of a pipeline

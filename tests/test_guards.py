@@ -48,8 +48,8 @@ def still_right(model: torch.nn.Module) -> None:
         (lambda m: m.transformer_blocks[1].to(torch.float16), "changing its dtype"),
         (lambda m: m.transformer_blocks[0].attn.to_q.double(), "changing its dtype"),
         (lambda m: copy.deepcopy(m), "'__deepcopy__' is refused"),
-        (lambda m: m.enable_distributed_layerwise_offload(), "is offloaded by layers already"),
-        (lambda m: apply_distributed_layerwise_offload(m), "is offloaded by layers already"),
+        (lambda m: m.enable_distributed_layerwise_offload(), "is under distributed layerwise offload already"),
+        (lambda m: apply_distributed_layerwise_offload(m), "is under distributed layerwise offload already"),
     ),
 )
 def test_refused(flux: FluxTransformer2DModel, call, text: str) -> None:
@@ -59,8 +59,11 @@ def test_refused(flux: FluxTransformer2DModel, call, text: str) -> None:
 
 
 def test_pickling_does_not_write_placeholders(flux: FluxTransformer2DModel) -> None:
-    with pytest.raises((AttributeError, TypeError, pickle.PicklingError, ValueError)):
-        pickle.dumps(flux)
+    for module in (flux, flux.transformer_blocks[0].attn.to_q):
+        with pytest.raises(ValueError, match="'__reduce_ex__' is refused.*save_pretrained"):
+            pickle.dumps(module)
+        with pytest.raises(ValueError, match="'__deepcopy__' is refused"):
+            copy.deepcopy(module)
     still_right(flux)
 
 
@@ -226,3 +229,74 @@ def test_compiling_blocks_has_no_break_and_no_recompile(early: bool) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
     handle.remove()
     torch._dynamo.reset()
+
+
+def test_replaced_weights_are_saved_as_they_are_used() -> None:
+    model, reference = toy(toys.Stack, 3), toy(toys.Stack, 3)
+    handle = apply_distributed_layerwise_offload(model)
+    for module in (model, reference):
+        module.blocks[1].up.weight = torch.nn.Parameter(torch.full((40, 16), 0.5))
+    with torch.no_grad():
+        assert torch.equal(model(feed(0)), reference(feed(0)))
+    assert all(torch.equal(v, reference.state_dict()[k]) for k, v in model.state_dict().items())
+    model.blocks[2].up.weight.data = torch.zeros(8, 16)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="'blocks.2.up.weight' was written to"):
+        model(feed(0))
+    handle.remove()
+    with torch.no_grad():
+        assert torch.equal(model(feed(0)), reference(feed(0)))
+
+
+def test_a_merged_adapter_is_refused() -> None:
+    from peft import LoraConfig
+
+    model = build("flux", 3)
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False), "one")
+    model.fuse_lora()
+    with pytest.raises(ValueError, match="adapter merged into its weights.*unload_lora_weights"):
+        apply_distributed_layerwise_offload(model)
+
+
+def test_a_scripted_block_is_refused() -> None:
+    model = toy(toys.Stack, 3)
+    model.blocks[1] = torch.jit.script(model.blocks[1])
+    with pytest.raises(NotImplementedError, match="'blocks.1' of 'model' is a TorchScript module"):
+        apply_distributed_layerwise_offload(model)
+
+
+def test_compiled_helpers_inside_blocks_stay_compiled() -> None:
+    """The checks of the first forward may not make dynamo give up on a function that a block calls."""
+    torch._dynamo.reset()
+    calls = []
+
+    def backend(graph, inputs):
+        def run_graph(*args):
+            calls.append(1)
+            return graph(*args)
+
+        return run_graph
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def helper(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * 2
+
+    model = toy(toys.Stack, 3)
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: output)
+        block.forward = lambda x, up=block.up, down=block.down: x + down(helper(up(x)))
+    handle = apply_distributed_layerwise_offload(model)
+    with torch.no_grad():
+        for _ in range(3):
+            model(feed(0))
+    handle.remove()
+    assert len(calls) == 9
+    torch._dynamo.reset()
+
+
+def test_autocast_keeps_no_copy_of_the_weights() -> None:
+    model, reference = toy(toys.Stack, 6), toy(toys.Stack, 6)
+    handle = apply_distributed_layerwise_offload(model)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for step in range(3):
+            assert torch.equal(model(feed(step)), reference(feed(step)))
+    handle.remove()

@@ -11,12 +11,23 @@ import torch
 from torch import nn
 
 from diffusers_dlo import DistributedLayerwiseOffloadConfig as Config
-from diffusers_dlo import OffloadPlan, apply_distributed_layerwise_offload, plan_distributed_layerwise_offload
+from diffusers_dlo import (
+    OffloadPlan,
+    apply_distributed_layerwise_offload,
+    plan_distributed_layerwise_offload,
+    tensor_utils,
+)
 from diffusers_dlo.block_discovery import Selection
-from diffusers_dlo.offload_plan import align, build_plan, get_offload_plan, plan_component
+from diffusers_dlo.offload_plan import align, build_plan, find_all, get_offload_plan
 from diffusers_dlo.tables import format_bytes
 from tests import toys, zoo
 from tests.toys import Block, feed, toy
+
+
+@pytest.fixture(autouse=True)
+def small_buffers_stream_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of these sizes stay on the device otherwise; how large ones stream shows on them."""
+    monkeypatch.setattr(tensor_utils, "SMALL_BUFFER_NBYTES", 0)
 
 
 GROUP_SIZES = range(1, 9)
@@ -117,8 +128,8 @@ def test_every_byte_is_streamed_fetched_on_demand_or_stays(name: str) -> None:
     plan = plan_distributed_layerwise_offload(model)
     (component,) = plan.components
     managed = {t.name: state[t.name] for unit in (*component.blocks, *component.leaves) for t in unit.tensors}
-    assert component.resident_nbytes == unique_nbytes(state) - unique_nbytes(managed)
-    assert plan.device_resident_nbytes == component.resident_nbytes
+    assert component.placed_nbytes == unique_nbytes(state) - unique_nbytes(managed)
+    assert plan.device_placed_nbytes == component.placed_nbytes
     assert component.class_name == type(model).__name__ and component.name == "model"
 
 
@@ -201,7 +212,7 @@ def test_memory_of_one_model(transfer: str, host: str, group_size: int) -> None:
     assert plan.slot_nbytes(transfer) == shards * shard(sizes[1], shards)
     assert plan.slot_nbytes("local" if transfer == "all_gather" else "all_gather") == 0
     assert plan.device_slot_nbytes == 3 * shards * shard(sizes[1], shards)
-    assert plan.device_resident_nbytes == 2 * (16 * 16 + 16) * 4
+    assert plan.device_placed_nbytes == 2 * (16 * 16 + 16) * 4
     if host == "pinned":
         expected = sum(shard(n, shards) for n in sizes) + sum(up(n) for n in leaves)
     else:
@@ -255,7 +266,7 @@ def test_memory_of_a_pipeline(group_size: int, host: str) -> None:
     assert plan.placed == (("text_encoder_3", "CLIPTextModel", unique_nbytes(state_of(clip))),)
     stay = sum(unique_nbytes(state_of(m)) for m in models.values() if isinstance(m, nn.Module))
     stay -= sum(t.nbytes for _, unit in plan.units for t in unit.tensors)
-    assert plan.device_resident_nbytes == stay
+    assert plan.device_placed_nbytes == stay
 
 
 def test_encoders_alone_are_the_work_and_not_transient() -> None:
@@ -344,7 +355,7 @@ def test_a_block_whose_tensors_all_stay_is_not_streamed() -> None:
     plan = plan_distributed_layerwise_offload(toy(SharedInside))
     assert [block.name for block in plan.blocks] == ["blocks.0", "blocks.2"]
     assert [t.name for t in plan.blocks[0].tensors] == ["blocks.0.inner.2.weight", "blocks.0.inner.2.bias"]
-    assert plan.device_resident_nbytes == (16 * 16 + 16) * 4
+    assert plan.device_placed_nbytes == (16 * 16 + 16) * 4
 
 
 def test_a_block_whose_tensors_all_stay_does_not_mix_up_the_others() -> None:
@@ -513,15 +524,16 @@ def test_the_digest_tells_options_apart() -> None:
 
 def test_components_count_in_their_order() -> None:
     first, second = zoo.build("wan"), zoo.build("flux")
-    plans = [
-        build_plan(Selection(dict(items), frozenset(), {}), Config(), 2)
+    selections = [
+        Selection(dict(items), frozenset(), {})
         for items in ([("a", first), ("b", second)], [("b", second), ("a", first)])
     ]
+    plans = [build_plan(selection, find_all(selection, Config()), Config(), 2) for selection in selections]
     assert plans[0].digest != plans[1].digest
 
 
 def test_the_digest_of_a_leaf_is_not_that_of_a_block() -> None:
-    plan = plan_component("model", toy(toys.Leafy), None, "local")
+    plan = plan_distributed_layerwise_offload(toy(toys.Leafy)).components[0]
     leaf = plan.leaves[0]
     assert leaf.is_leaf and dataclasses.replace(leaf, is_leaf=False).digest != leaf.digest
 
@@ -565,12 +577,12 @@ def test_the_table_of_a_pipeline() -> None:
         largest = max(block.nbytes for block in component.blocks)
         on_demand = [leaf.nbytes for leaf in component.leaves]
         streamed = sum(block.nbytes for block in component.blocks)
-        assert sizes_in(row) == near([largest, streamed, *on_demand, component.resident_nbytes])
+        assert sizes_in(row) == near([largest, streamed, *on_demand, component.placed_nbytes])
     assert [len(component.leaves) for component in plan.components] == [0, 0, 1]
     assert rows["text_encoder_3"].split()[1:3] == ["CLIPTextModel", "placed"]
     assert sizes_in(rows["text_encoder_3"]) == near([plan.placed[0][2]])
     assert re.search(rf"3 x {SIZE} \(all_gather\) \+ 3 x {SIZE} \(local\)", device)
-    stay = plan.device_resident_nbytes
+    stay = plan.device_placed_nbytes
     assert sizes_in(device) == near([plan.slot_nbytes("all_gather"), plan.slot_nbytes("local"), stay])
     assert "per rank (pinned)" in host
     assert sizes_in(host) == near([plan.host_nbytes_per_rank, 2 * plan.host_nbytes_per_rank])

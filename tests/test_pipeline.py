@@ -157,7 +157,7 @@ def test_pipeline_methods_refused_while_enabled(method: str, args: tuple, checkp
 def test_enabling_twice_is_refused_and_changes_nothing(checkpoints: dict[str, str]) -> None:
     pipe, reference = load("wan", checkpoints["wan"]), load("wan", checkpoints["wan"])
     handle = pipe.enable_distributed_layerwise_offload()
-    with pytest.raises(ValueError, match="'transformer' is offloaded by layers already"):
+    with pytest.raises(ValueError, match="'transformer' is under distributed layerwise offload already"):
         pipe.enable_distributed_layerwise_offload(num_slots=4)
     assert pipe.distributed_layerwise_offload is handle
     assert np.array_equal(call("wan", pipe, 0)[0], call("wan", reference, 0)[0])

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from diffusers_dlo import apply_distributed_layerwise_offload
+from diffusers_dlo import apply_distributed_layerwise_offload, tensor_utils
 from diffusers_dlo.block_discovery import discover_blocks
 from diffusers_dlo.tensor_utils import (
     ManagedTensor,
@@ -26,6 +26,12 @@ from diffusers_dlo.tensor_utils import (
 )
 from tests import toys, zoo
 from tests.toys import Block, feed, toy
+
+
+@pytest.fixture(autouse=True)
+def small_buffers_stream_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of these sizes stay on the device otherwise; how large ones stream shows on them."""
+    monkeypatch.setattr(tensor_utils, "SMALL_BUFFER_NBYTES", 0)
 
 
 CPU = torch.device("cpu")
@@ -427,7 +433,7 @@ def test_point_and_unpoint() -> None:
     assert not tensor.kept
 
     tensor.drop_original()
-    assert original.untyped_storage().nbytes() == 0
+    assert original.untyped_storage().nbytes() == 4  # one NaN
     tensor.restore(value.clone())
     assert up.weight is original and torch.equal(original, value) and original.requires_grad
 

@@ -158,7 +158,7 @@ def test_group_offloading(kind: str, transfer: str) -> None:
         offload_type=kind,
         num_blocks_per_group=1 if kind == "block_level" else None,
     )
-    with refused(model, ValueError, "'model", "group offloading is active", "Load it anew without, or use one"):
+    with refused(model, ValueError, "'model", "group offloading is active", "Reload it without that, or use one"):
         apply_distributed_layerwise_offload(model, transfer=transfer)
 
 
@@ -363,7 +363,7 @@ def test_enabling_twice(options: dict[str, Any]) -> None:
     handle = apply_distributed_layerwise_offload(model)
     try:
         slots = handle.report().device_slot_bytes
-        with refused(model, ValueError, "'model' is offloaded by layers already", "Disable it first"):
+        with refused(model, ValueError, "'model' is under distributed layerwise offload already", "Disable it first"):
             apply_distributed_layerwise_offload(model, **options)
         assert handle.enabled and handle.report().device_slot_bytes == slots
         assert torch.equal(call(model), call(reference))
@@ -394,7 +394,7 @@ def test_enabling_a_part_and_the_whole(first: str) -> None:
     expected = call(model)
     handle = apply_distributed_layerwise_offload(targets[0])
     try:
-        with refused(model, ValueError, "offloaded by layers already", "Disable it first"):
+        with refused(model, ValueError, "distributed layerwise offload already", "Disable it first"):
             apply_distributed_layerwise_offload(targets[1])
     finally:
         for target in reversed(targets):  # the second too, where it was not refused
@@ -405,7 +405,7 @@ def test_enabling_a_part_and_the_whole(first: str) -> None:
 
 def test_removing_what_is_not_enabled() -> None:
     model = toy(toys.Stack, 3)
-    with refused(model, ValueError, "'Stack' is not offloaded by layers"):
+    with refused(model, ValueError, "'Stack' is not under distributed layerwise offload"):
         remove_distributed_layerwise_offload(model)
 
 

@@ -58,6 +58,28 @@ class CountingBlock(Block):
         return super().forward(x) * self.calls[0] + self.last
 
 
+class NormingBlock(Block):
+    """
+    A batch norm, which in training mode writes to its buffers without a trace, and a buffer written through `.data`.
+    """
+
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__(dim, width)
+        self.batch = nn.BatchNorm1d(dim)
+        self.register_buffer("total", torch.zeros(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.data.add_(x.sum(dim=0))
+        return super().forward(self.batch(x)) + self.total + self.batch.running_mean
+
+
+class ReturningBlock(Block):
+    """Returns a weight, and a view of one, beside its result."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return super().forward(x), {"bias": self.down.bias, "row": self.up.weight[1].expand(4, -1)}
+
+
 class Stack(nn.Module):
     """Blocks between two layers; `order` says which are called, and in what order."""
 
@@ -133,6 +155,39 @@ class Tied(Stack):
         self.blocks[1].up.weight = self.blocks[0].up.weight
         self.blocks[2].down.weight = self.out.weight
         self.blocks[0].down.bias = self.blocks[0].norm.bias
+
+
+class Returning(nn.Module):
+    """Uses what its blocks return of their weights only at the end, when their slots hold other blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReturningBlock(16, width) for width in (24, 40, 8, 16, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for block in self.blocks:
+            x, weights = block(x)
+            kept.append(weights)
+        return x + sum(weights["bias"] + weights["row"] for weights in kept)
+
+
+def _add_one(module: nn.Module, args: tuple) -> None:
+    module.whole.add_(1.0)
+
+
+class Aliased(Stack):
+    """Parameters and buffers of a block that are views of each other; forward writes to one and reads the other."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        for block in self.blocks:
+            block.register_buffer("whole", torch.arange(300_000, dtype=torch.float32))
+            block.register_buffer("part", block.whole[:16])
+            block.register_forward_pre_hook(_add_one)
+            block.norm.weight = nn.Parameter(block.part.clone())
+            block.norm.bias = nn.Parameter(block.norm.weight.data)
+            block.register_forward_hook(lambda module, args, output: output + module.part)
 
 
 class Repeated(Stack):

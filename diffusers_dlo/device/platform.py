@@ -1,6 +1,6 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns every vendor's name: streams, events, page-locking, memory figures and the collective backend, behind one
+Owns every vendor's name: streams, events, page-locking and the collective backend, behind one
 interface that the rest of the package uses for accelerators and the CPU alike. Must not know of blocks or passes.
 """
 
@@ -145,16 +145,15 @@ class AcceleratorPlatform(Platform):
 
 
 class CudaPlatform(AcceleratorPlatform):
-    """NVIDIA devices: the only ones that can register foreign host memory."""
+    """NVIDIA devices: the only ones whose registration of foreign host memory is used here."""
 
     def register_host_memory(self, address: int, nbytes: int) -> None:
-        runtime = torch.cuda.cudart()
-        torch.cuda.current_stream(self.device)  # creates the context the registration belongs to
-        for flags in (_REGISTER_READ_ONLY, 0):
-            code = int(runtime.cudaHostRegister(address, nbytes, flags))
-            if code == 0:
-                return
-            self._clear_error()
+        with torch.cuda.device(self.device):  # a registration belongs to the context that is current
+            for flags in (_REGISTER_READ_ONLY, 0):
+                code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, flags))
+                if code == 0:
+                    return
+                self._clear_error()
         raise RuntimeError(f"cudaHostRegister answered {code} for {nbytes / 2**20:.0f} MiB")
 
     def _clear_error(self) -> None:
@@ -167,7 +166,8 @@ class CudaPlatform(AcceleratorPlatform):
             pass
 
     def unregister_host_memory(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def get_platform(device: torch.device) -> Platform:
@@ -212,7 +212,9 @@ def resolve_device(device: torch.device | None, local_rank: int | None = None) -
             f"'{device}' is not available: this torch sees {accelerator.type if accelerator else 'no accelerator'}. "
             "Leave 'onload_device' out to use what there is."
         )
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    if device.index is None:
+        return default_device(local_rank)
+    index = device.index
     if index >= torch.accelerator.device_count():
         raise ValueError(f"'{device}' is not available: this process sees {torch.accelerator.device_count()} devices.")
     return torch.device(device.type, index)

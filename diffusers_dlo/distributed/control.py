@@ -12,6 +12,7 @@ import json
 import os
 import select
 import socket
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,12 @@ _POLL_SECONDS = 0.05
 _LATE_SECONDS = 10.0
 """A rank that others have waited for this long is named in the log."""
 _MAX_MESSAGE = 1 << 16
+_GONE = "gone"
+"""Said by a rank that gave up an agreement."""
+
+
+class RankLost(RuntimeError):
+    """Another rank has ended, given up, not answered in time, or is out of step. The message names it."""
 
 
 class ControlMesh:
@@ -46,14 +53,14 @@ class ControlMesh:
         self.timeout = timeout
         self._sockets = dict(sockets)
         self._round = 0
-        self._interrupted = False
+        self._failed: str | None = None
         self._pidfds: dict[int, int] = {}
         for peer in self._sockets:
             # A socket stays open in forked children of a dead rank; its process does not.
             try:
                 self._pidfds[peer] = os.pidfd_open(pids[peer])
-            except (AttributeError, OSError):
-                logger.info(f"rank {peer} is in another process namespace: its death shows as a closed socket only")
+            except (AttributeError, OSError) as error:
+                logger.info(f"the death of rank {peer} will show as a closed socket only ({error})")
 
     def exchange(self, kind: str, **payload: Any) -> list[dict[str, Any]]:
         """
@@ -66,28 +73,49 @@ class ControlMesh:
         if self.size == 1:
             self._round += 1
             return [own]
-        if self._interrupted:
-            raise RuntimeError(
-                f"rank {self.rank} was interrupted while it agreed with the other ranks, so their order is unknown; "
-                "restart all ranks"
-            )
-        self._interrupted = True
+        if self._failed is not None:
+            raise RankLost(self._failed)
         message = json.dumps(own).encode()
         if len(message) > _MAX_MESSAGE:
-            raise RuntimeError(f"a control message of {len(message)} bytes exceeds {_MAX_MESSAGE}")
-        for connection in self._sockets.values():
-            try:
-                connection.send(message)
-            except OSError:
-                pass  # gone, perhaps after it answered: what it last said is read first
-        replies = self._receive_all(kind)
+            raise RuntimeError(f"rank {self.rank}: a control message of {len(message)} bytes exceeds {_MAX_MESSAGE}")
+        self._failed = (
+            f"rank {self.rank} was interrupted at '{kind}' while it agreed with the other ranks, so their order is "
+            "unknown; start all ranks again"
+        )
+        try:
+            self._send(message)
+            replies = self._receive_all(kind)
+            self._check_nobody_gave_up()
+        except RuntimeError as error:
+            self._failed = str(error)
+            self._send(json.dumps({"kind": _GONE, "round": self._round, "why": self._failed}).encode())
+            raise
         replies[self.rank] = own
         said = [replies[rank] for rank in range(self.size)]
-        if any(reply["round"] != self._round for reply in said):
-            raise RuntimeError(f"ranks count their agreements differently: {[r['round'] for r in said]}")
+        rounds = [reply["round"] for reply in said]
+        if any(number != self._round for number in rounds):
+            self._failed = f"ranks count their agreements differently ({rounds}): one of them gave up in the middle"
+            raise RankLost(self._failed)
         self._round += 1
-        self._interrupted = False
+        self._failed = None
         return said
+
+    def _send(self, message: bytes) -> None:
+        for connection in self._sockets.values():
+            # A rank that is gone may have answered before: what it last said is read first.
+            with contextlib.suppress(OSError):
+                connection.send(message)
+
+    def _check_nobody_gave_up(self) -> None:
+        """A rank that gave up waiting for this one has said its part of the round, and that it gave up, after it."""
+        for connection in self._sockets.values():
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                later = connection.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+                self._refuse_gone(json.loads(later) if later else {})
+
+    def _refuse_gone(self, said: Mapping[str, Any]) -> None:
+        if said.get("kind") == _GONE:
+            raise RankLost(f"{said['why']} (as another rank says)")
 
     def _receive_all(self, kind: str) -> dict[int, dict[str, Any]]:
         replies: dict[int, dict[str, Any]] = {}
@@ -114,7 +142,7 @@ class ControlMesh:
             waited = time.monotonic() - start
             late = sorted(set(self._sockets) - set(replies))
             if late and waited > self.timeout:
-                raise RuntimeError(
+                raise RankLost(
                     f"rank {self.rank} waited {waited:.0f} s at '{kind}' for rank {late[0]}, which did not answer. "
                     "Look for its traceback, or raise 'timeout' if it is only slow."
                 )
@@ -130,16 +158,18 @@ class ControlMesh:
         except (BlockingIOError, ConnectionError):
             message = b""
         if not message:
-            raise RuntimeError(
+            raise RankLost(
                 f"rank {peer} ended while rank {self.rank} waited for it at '{kind}'. Look for its traceback, and "
                 "start all ranks again."
             )
-        return json.loads(message)
+        said = json.loads(message)
+        self._refuse_gone(said)
+        return said
 
     def send_file(self, fd: int) -> None:
         """Hands an open file to every other rank."""
         for connection in self._sockets.values():
-            socket.send_fds(connection, [b"file"], [fd])
+            socket.send_fds(connection, [b'{"kind": "file"}'], [fd])
 
     def receive_file(self, peer: int) -> int:
         """
@@ -152,11 +182,11 @@ class ControlMesh:
         deadline = time.monotonic() + self.timeout
         while time.monotonic() < deadline:
             if select.select([connection], [], [], _POLL_SECONDS)[0]:
-                _, fds, _, _ = socket.recv_fds(connection, 16, 1)
+                _, fds, _, _ = socket.recv_fds(connection, 64, 1, socket.MSG_CMSG_CLOEXEC)
                 if fds:
                     return fds[0]
                 break
-        raise RuntimeError(f"rank {self.rank} did not receive the shared memory from rank {peer}")
+        raise RankLost(f"rank {self.rank} did not receive the shared memory from rank {peer}")
 
     def close(self) -> None:
         """Closes every socket; the other ranks see this rank as gone. Idempotent."""
@@ -183,50 +213,59 @@ def connect(rank: int, pids: Sequence[int], secret: str, timeout: float) -> Cont
     deadline = time.monotonic() + timeout
     if size == 1:
         return ControlMesh(0, {}, pids, timeout)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"{name}-{rank}")
-        listener.listen(size)
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"{name}-{rank}")
+            listener.listen(size)
             for peer in range(rank):
-                sockets[peer] = _dial(f"{name}-{peer}", deadline, peer)
+                sockets[peer] = _dial(f"{name}-{peer}", pids[peer], deadline)
                 sockets[peer].send(f"{rank} {secret}".encode())
             while len(sockets) < size - 1:
                 listener.settimeout(max(deadline - time.monotonic(), 0.001))
                 connection, _ = listener.accept()
-                caller = _identify(connection, secret, deadline)
+                caller = _identify(connection, pids, secret, deadline)
                 if caller is None or caller in sockets or not rank < caller < size:
                     connection.close()
                 else:
                     sockets[caller] = connection
-        except BaseException as error:
-            for connection in sockets.values():
-                connection.close()
-            if isinstance(error, TimeoutError):
-                missing = sorted(set(range(size)) - set(sockets) - {rank})
-                raise RuntimeError(f"rank {rank} could not connect with ranks {missing} in {timeout:.0f} s") from error
+    except BaseException as error:
+        for connection in sockets.values():
+            connection.close()
+        if not isinstance(error, OSError):
             raise
+        missing = sorted(set(range(size)) - set(sockets) - {rank})
+        raise RankLost(f"rank {rank} could not connect with ranks {missing} in {timeout:.0f} s ({error})") from error
     return ControlMesh(rank, sockets, pids, timeout)
 
 
-def _dial(name: str, deadline: float, peer: int) -> socket.socket:
+def _dial(name: str, pid: int, deadline: float) -> socket.socket:
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(name)
-            return connection
+            if _process_of(connection) == (pid, os.getuid()):
+                return connection
+            reason = "somebody else listens"
         except (ConnectionRefusedError, FileNotFoundError):
-            connection.close()  # not listening yet
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {peer} does not listen") from None
-            time.sleep(0.005)
+            reason = "it does not listen"  # not yet
+        connection.close()
+        if time.monotonic() > deadline:
+            raise TimeoutError(reason)
+        time.sleep(0.005)
 
 
-def _identify(connection: socket.socket, secret: str, deadline: float) -> int | None:
+def _identify(connection: socket.socket, pids: Sequence[int], secret: str, deadline: float) -> int | None:
     """The rank at the other end of a new connection, or None if it is not one of ours."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    if int.from_bytes(credentials[4:8], "little") != os.getuid():
+    pid, user = _process_of(connection)
+    if pid not in pids or user != os.getuid():
         return None
     connection.settimeout(max(deadline - time.monotonic(), 0.001))
     claimed, _, said = connection.recv(_MAX_MESSAGE).decode(errors="replace").partition(" ")
     connection.settimeout(None)
     return int(claimed) if said == secret and claimed.isdigit() else None
+
+
+def _process_of(connection: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end, as the kernel knows them."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return struct.unpack("3i", credentials)[:2]

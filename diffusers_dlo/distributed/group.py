@@ -84,13 +84,12 @@ class World:
 class OffloadGroup:
     """The ranks of one host that share weights, as seen by one of them."""
 
-    def __init__(self, world: World, ranks: Sequence[int], control: ControlMesh, key: tuple) -> None:
+    def __init__(self, world: World, ranks: Sequence[int], control: ControlMesh) -> None:
         self.world = world
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(world.rank)
         self.size = len(self.ranks)
         self.control = control
-        self.key = key
         self.gather: InPlaceGather | None = None
 
     @contextmanager
@@ -119,7 +118,7 @@ class OffloadGroup:
 
 def describe_error(error: BaseException | None) -> list[str] | None:
     """An error as it is told to other ranks: its type and text."""
-    return None if error is None else [type(error).__name__, str(error)[:4000]]
+    return None if error is None else [type(error).__name__, str(error)[:4000] or type(error).__name__]
 
 
 def raise_agreed(own: BaseException | None, errors: Sequence[list[str] | None]) -> None:
@@ -132,7 +131,7 @@ def raise_agreed(own: BaseException | None, errors: Sequence[list[str] | None]) 
 
 
 _world: World | None = None
-_groups: dict[tuple, OffloadGroup] = {}
+_groups: dict[tuple[int, ...], OffloadGroup] = {}
 
 
 def local_rank() -> int | None:
@@ -163,6 +162,8 @@ def join_world(device_type: str, timeout: float) -> World:
         size = dist.get_world_size()
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if size > 1 else None
         _world = World(dist.get_rank(), size, group, default)
+        for old in _groups.values():
+            old.control.close()
         _groups.clear()
     return _world
 
@@ -171,14 +172,17 @@ def mesh_ranks(mesh: DeviceMesh | None) -> list[int] | None:
     """The world ranks of this rank's row of `mesh`: its last dimension."""
     if mesh is None:
         return None
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not part of 'mesh'; every rank has to be in one of its rows.")
     return list(dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)))
 
 
 def host_identity() -> str:
-    """Equal for processes that can share memory and sockets: the machine's boot, and its network namespace."""
+    """Equal for processes that can share memory and sockets: the machine's boot, and the namespaces they live in."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+            namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
+            return " ".join([file.read().strip(), *namespaces])
     except OSError:
         return socket.gethostname()
 
@@ -212,23 +216,25 @@ def form_group(world: World, introductions: Sequence[dict[str, Any]], timeout: f
                 "host in a row; ranks of other hosts are replicas."
             )
     ranks = tuple(rows[world.rank])
-    key = (tuple(sorted({tuple(row) for row in rows})), ranks)
-    if key not in _groups:
+    if ranks not in _groups:
         pids = [introductions[rank]["pid"] for rank in ranks]
         control = connect(ranks.index(world.rank), pids, introductions[ranks[0]]["secret"], timeout)
-        _groups[key] = OffloadGroup(world, ranks, control, key)
-    group = _groups[key]
+        _groups[ranks] = OffloadGroup(world, ranks, control)
+    group = _groups[ranks]
     group.control.timeout = timeout
     return group
 
 
 def open_gather(group: OffloadGroup, platform: Platform, timeout: float) -> None:
-    """Makes the group's own communicator, once, and warms it up. Collective over the world."""
+    """Makes the group's own communicator, once, and warms it up. Collective over the group, and over no other rank."""
     if group.gather is not None or group.size == 1:
         return
-    mine, _ = dist.new_subgroups_by_enumeration(
-        [list(row) for row in group.key[0]], timeout=timedelta(seconds=timeout), backend=platform.backend
+    made = dist.new_group(
+        list(group.ranks),
+        timeout=timedelta(seconds=timeout),
+        backend=platform.backend,
+        use_local_synchronization=True,
     )
-    gather = InPlaceGather(mine)
+    gather = InPlaceGather(made)
     gather.check(platform.device)
     group.gather = gather

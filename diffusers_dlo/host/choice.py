@@ -5,6 +5,8 @@ Owns the choice of a host store, made by all ranks of a group alike. Must not fi
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
 from dataclasses import replace
 
 from diffusers.utils import logging
@@ -41,24 +43,26 @@ def create_store(plan: OffloadPlan, kind: str, group: OffloadGroup, platform: Pl
 
 
 def _create(plan: OffloadPlan, group: OffloadGroup, platform: Platform) -> HostStore:
-    store: HostStore | None = None
-    try:
+    with ExitStack() as undo:
+        store: HostStore
         if plan.host == "pinned":
             with group.agreement("enable: pinned memory"):
                 store = PinnedStore(plan, group.rank, platform)
-            return store
-        fd = -1
-        with group.agreement("enable: shared memory"):
-            if group.rank == 0:
-                fd = create_shared_file(image_offsets(plan)[1])
-        with group.agreement("enable: map shared memory"):
-            if group.rank == 0:
-                group.control.send_file(fd)
-            else:
-                fd = group.control.receive_file(0)
-            store = PackedStore(plan, group.rank, platform, fd)
+                undo.callback(store.close)
+        else:
+            fd = -1
+            with group.agreement("enable: shared memory"):
+                if group.rank == 0:
+                    fd = create_shared_file(image_offsets(plan)[1])
+                    closing = undo.enter_context(ExitStack())
+                    closing.callback(os.close, fd)
+            with group.agreement("enable: map shared memory"):
+                if group.rank == 0:
+                    group.control.send_file(fd)
+                    closing.pop_all()  # from here on the store closes it
+                else:
+                    fd = group.control.receive_file(0)
+                store = PackedStore(plan, group.rank, platform, fd)
+                undo.callback(store.close)
+        undo.pop_all()
         return store
-    except BaseException:
-        if store is not None:
-            store.close()
-        raise

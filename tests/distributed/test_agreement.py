@@ -165,6 +165,10 @@ def _different_models(rank: int, size: int) -> None:
         yield "Stack", toy(toys.Stack, 5), toy(toys.Stack, 4)
         yield "blocks.2", toy(toys.Stack, 5), toy(toys.Stack, 5).to(torch.bfloat16)
         yield "weights of block 'blocks.0' of 'model'", toy(toys.Stack, 5), toy(toys.Stack, 5, seed=1)
+        small = toy(toys.Stack, 5)
+        with torch.no_grad():
+            small.blocks[4].norm.weight.mul_(1.5)
+        yield "weights of block 'blocks.4' of 'model'", toy(toys.Stack, 5), small
         changed = toy(toys.Stack, 5)
         with torch.no_grad():
             changed.blocks[3].up.weight.mul_(1.5)
@@ -250,3 +254,86 @@ def _hosts(rank: int, size: int) -> None:
 
 def test_ranks_of_other_hosts_are_replicas() -> None:
     run_ranks(3, _hosts)
+
+
+def _other_hosts_option(rank: int, size: int) -> None:
+    model = toy(toys.Stack, 5)
+    for options in (
+        {"host": ("auto", "pinned")[rank]},
+        {"host": ("packed", "pinned")[rank]},
+        {"timeout": 50.0 + rank},
+    ):
+        with pytest.raises(RuntimeError, match="do not have the same model or options.*(host|timeout)"):
+            apply_distributed_layerwise_offload(model, **options)
+    works(model, rank)
+
+
+def test_options_that_differ_are_named() -> None:
+    run_ranks(2, _other_hosts_option)
+
+
+def _opposite_removal(rank: int, size: int) -> None:
+    models = [toy(toys.Stack, 5), toy(toys.Stack, 5, seed=1)]
+    handles = [apply_distributed_layerwise_offload(model, host="pinned") for model in models]
+    with pytest.raises(ValueError, match="All ranks disable the same offload.*nothing was changed"):
+        handles[rank].remove()
+    with torch.no_grad():
+        for seed, model in enumerate(models):
+            assert torch.equal(model(feed(rank)), toy(toys.Stack, 5, seed=seed)(feed(rank)))
+        for handle in handles:
+            handle.remove()
+        for seed, model in enumerate(models):
+            assert torch.equal(model(feed(rank)), toy(toys.Stack, 5, seed=seed)(feed(rank)))
+
+
+def test_disabling_in_different_orders_is_refused() -> None:
+    run_ranks(2, _opposite_removal)
+
+
+def _groups_of_the_user(rank: int, size: int) -> None:
+    """What the package makes for itself does not get in the way of process groups that the user makes later."""
+    import torch.distributed as dist
+
+    from diffusers_dlo.distributed import group
+
+    group.host_identity = lambda: f"host {rank // 2}"
+    model = toy(toys.Stack, 5)
+    handle = apply_distributed_layerwise_offload(model)
+    mine = dist.new_group(list(range(size)))
+    value = torch.ones(1)
+    dist.all_reduce(value, group=mine)
+    assert value == size
+    handle.remove()
+    spoiled = toy(toys.Stack, 5)
+    if rank == 2:
+        spoiled.blocks[1] = torch.jit.script(spoiled.blocks[1])
+    with pytest.raises(NotImplementedError, match="TorchScript"):  # on the other host too
+        apply_distributed_layerwise_offload(spoiled)
+    works(model, rank)
+
+
+def test_groups_of_the_user_work_beside() -> None:
+    run_ranks(3, _groups_of_the_user)
+
+
+def _lost_shards(rank: int, size: int) -> None:
+    model = toy(toys.Stack, 5)
+    handle = apply_distributed_layerwise_offload(model, host="pinned", timeout=3.0)
+    with torch.no_grad():
+        model(feed(0))
+        if rank == 1:
+            time.sleep(8)
+            return
+        with pytest.raises(RuntimeError, match="for rank 1, which did not answer"):
+            model(feed(0))
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="weights are lost.*Load the model again"):
+            handle.remove()
+        assert time.monotonic() - start < 2
+        with pytest.raises(RuntimeError):
+            model(feed(0))
+    assert not is_distributed_layerwise_offload_enabled(model)
+
+
+def test_lost_shards_are_an_error_and_the_model_refuses_to_compute() -> None:
+    run_ranks(2, _lost_shards)

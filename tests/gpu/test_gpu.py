@@ -42,6 +42,8 @@ def check_all(rank: int, size: int) -> None:
         check_zoo(name, rank, device, torch.bfloat16, num_slots=3, host="pinned")
         check_zoo(name, rank, device, torch.bfloat16, transfer="local", host="packed")
     check_wide(rank, device)
+    if size > 1:
+        check_uneven(rank, size, device)
 
 
 def check_wide(rank: int, device: torch.device) -> None:
@@ -61,6 +63,30 @@ def check_wide(rank: int, device: torch.device) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, expected)), (num_blocks, num_slots, options)
         assert torch.cuda.memory_allocated() - weights < 20 * 2 * 64 * 1024 * 4 + (1 << 20), "a pass keeps memory"
         handle.remove()
+
+
+def check_uneven(rank: int, size: int, device: torch.device) -> None:
+    """
+    Ranks that only transfer, and ranks that skip other blocks than their peers, may not spoil a slower rank's gathers.
+    """
+    torch.manual_seed(0)
+    model = toys.Stack(6, dim=1024, widths=(8192, 2048, 4096)).eval()
+    torch.manual_seed(0)
+    reference = toys.Stack(6, dim=1024, widths=(8192, 2048, 4096)).eval().to(device)
+    handle = apply_distributed_layerwise_offload(model)
+    x = torch.randn(4096, 1024, device=device)
+    orders = (range(6), (0, 5), (3, 1), (2, 4, 5))
+    with torch.inference_mode():
+        for turn in range(size):
+            if rank == turn:
+                got = [model(x) for _ in range(6)]
+                assert all(torch.equal(g, reference(x)) for g in got), "while others only transfer"
+            handle.join()
+        for step in range(8):
+            model.order = reference.order = orders[(step + rank) % 4]
+            assert torch.equal(model(x), reference(x)), f"step {step}"
+    handle.join()
+    handle.remove()
 
 
 def test_one_gpu() -> None:

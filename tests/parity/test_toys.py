@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffusers_dlo import apply_distributed_layerwise_offload
+from diffusers_dlo import apply_distributed_layerwise_offload, plan_distributed_layerwise_offload, tensor_utils
 from tests import toys
 from tests.ranks import run_ranks
 from tests.toys import feed, toy
@@ -22,6 +22,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "repeated": lambda: toy(toys.Repeated),
     "borrowing": lambda: toy(toys.Borrowing),
     "leafy": lambda: toy(toys.Leafy),
+    "training batch norm": lambda: toy(toys.Stack, 3, toys.NormingBlock).train(),
+    "returning weights": lambda: toy(toys.Returning),
+    "aliased": lambda: toy(toys.Aliased),
 }
 ORDERS = {
     "reverse": (4, 3, 2, 1, 0),
@@ -83,6 +86,16 @@ def test_one_rank(case: str, options: dict) -> None:
     check(CASES[case](), CASES[case](), 0, **options)
 
 
+@pytest.mark.parametrize("options", ({}, {"num_slots": 3}, {"host": "pinned"}, {"transfer": "all_gather"}), ids=str)
+@pytest.mark.parametrize("case", ("mixed1", "mixed3", "counting"))
+def test_buffers_that_are_large_enough_to_stream(case: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_utils, "SMALL_BUFFER_NBYTES", 0)
+    model = CASES[case]()
+    plan = plan_distributed_layerwise_offload(model)
+    assert sum("buffer" in tensor.kind for block in plan.blocks for tensor in block.tensors) >= 2
+    check(model, CASES[case](), 0, **options)
+
+
 @pytest.mark.parametrize("transfer", ("local", "all_gather"))
 @pytest.mark.parametrize("order", [*ORDERS, "alternating"])
 def test_orders_one_rank(order: str, transfer: str) -> None:
@@ -122,6 +135,37 @@ def check_exceptions(rank: int, kind: type[BaseException], **options) -> None:
                 assert torch.equal(model(feed(rank + position)), reference(feed(rank + position))), position
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize("transfer", ("local", "all_gather"))
+def test_an_interrupt_in_one_model_does_not_touch_another(transfer: str) -> None:
+    first, second, reference = toy(toys.Failing, 4), toy(toys.Stack, 5), toy(toys.Stack, 5)
+    handles = [apply_distributed_layerwise_offload(module, transfer=transfer) for module in (first, second)]
+    first.fail_at, first.fail_with = 2, KeyboardInterrupt
+    with torch.no_grad():
+        for step in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                first(feed(0))
+            torch.randn(2)
+            assert first.state_dict().keys() == toy(toys.Failing, 4).state_dict().keys()
+            assert torch.equal(second(feed(step)), reference(feed(step)))
+    for handle in handles:
+        handle.remove()
+    first.fail_at = None
+    with torch.no_grad():
+        assert torch.equal(first(feed(1)), toy(toys.Failing, 4)(feed(1)))
+
+
+def test_disabling_right_after_an_interrupted_first_forward() -> None:
+    model = toy(toys.Failing, 4)
+    handle = apply_distributed_layerwise_offload(model)
+    model.fail_at, model.fail_with = 4, KeyboardInterrupt  # between blocks, where the checks are active
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(feed(0))
+    handle.remove()
+    model.fail_at = None
+    with torch.no_grad():
+        assert torch.equal(model(feed(0)), toy(toys.Failing, 4)(feed(0)))
 
 
 @pytest.mark.parametrize("kind", (ZeroDivisionError, KeyboardInterrupt))

@@ -1,0 +1,53 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns very large leaves outside blocks: fetched whole when their module is called, over this rank's own link, and
+dropped after. Must not touch slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .device.platform import Platform
+from .host.store import tensor_view
+from .units import Counters, Unit
+
+
+class Leaves:
+    """
+    Leaves on demand.
+
+    Args:
+        platform (`Platform`): the onload device.
+        counters (`Counters`): what is moved is added to it.
+    """
+
+    def __init__(self, platform: Platform, counters: Counters) -> None:
+        self._platform = platform
+        self._counters = counters
+
+    def acquire(self, leaf: Unit) -> None:
+        """Fetches a leaf, unless it is there already, on the current stream: the allocator then knows its use."""
+        if leaf.holds == 0:
+            leaf.buffer = self._platform.empty(leaf.layout.padded_nbytes(1))
+            for offset, source in leaf.extents:
+                leaf.buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
+                self._counters.on_demand_nbytes += source.numel()
+            with torch.inference_mode(False):
+                leaf.point([tensor_view(leaf.buffer, tensor) for tensor in leaf.layout.tensors])
+        leaf.holds += 1
+
+    def release(self, leaf: Unit) -> None:
+        """Drops a leaf, unless another call still uses it."""
+        leaf.holds -= 1
+        if leaf.holds == 0:
+            self.let_go([leaf])
+
+    def let_go(self, leaves: Iterable[Unit]) -> None:
+        """Drops leaves whoever uses them. Tolerates those that are not there."""
+        for leaf in leaves:
+            leaf.unpoint()
+            leaf.holds = 0
+            leaf.buffer = None
