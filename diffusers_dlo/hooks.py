@@ -114,8 +114,10 @@ class ComponentHooks:
         def post(module: nn.Module, args: tuple, output: Any) -> Any:
             if torch.is_autocast_enabled(device_type):
                 torch.clear_autocast_cache()  # it holds a cast copy of every weight
-            replaced = engine.own_output(unit, output)
-            engine.release(unit)
+            try:
+                replaced = engine.own_output(unit, output)
+            finally:
+                engine.release(unit)
             if self._first is not None:
                 self._first.resume(unit)
             if torch.is_grad_enabled():  # an adapter in the block may train where its inputs need no gradient
@@ -129,9 +131,8 @@ class ComponentHooks:
 
     def _attach_entry(self, module: nn.Module) -> None:
         """
-        Marks where a forward of the component begins and ends: usually its root, but some pipelines call a model
-        inside
-        it (a text encoder's decoder). The outermost of those called counts.
+        Marks where a forward of the component begins and ends: usually its root, but some pipelines call a model in it
+        (a text encoder's decoder). The outermost of those called counts.
         """
         inner = {id(m) for m in module.modules() if m is not module}
 
@@ -209,13 +210,15 @@ class _FirstForward:
 
     def suspend(self, unit: Unit) -> None:
         """A unit computes."""
-        self._inside.add(unit)
-        self._unwatch()
+        if threading.get_ident() == self._thread:
+            self._inside.add(unit)
+            self._unwatch()
 
     def resume(self, unit: Unit) -> None:
-        """A unit has computed, or is not the last to be called inside itself."""
-        if not unit.held:
-            self._inside.discard(unit)
+        """A unit has computed, unless the call was one inside another of itself, or was refused to a second thread."""
+        if unit.held or threading.get_ident() != self._thread:
+            return
+        self._inside.discard(unit)
         if not self._inside:
             self._watch()
 

@@ -37,8 +37,8 @@ class DistributedLayerwiseOffloadMixin:
     ) -> OffloadHandle:
         r"""
         Streams the transformers and large text encoders of this pipeline from host memory, one copy per host, and
-        places everything else on the device. All ranks call it;
-        `pipe(...)` then works as before, on each rank for itself.
+        places everything else on the device. All ranks call it; `pipe(...)` then works as before, on each rank for
+        itself.
 
         Args:
             config (`DistributedLayerwiseOffloadConfig`, *optional*):
