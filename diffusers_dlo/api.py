@@ -1,6 +1,6 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns enabling and disabling: validate, compute, commit, each step agreed by all ranks, everything undone if one fails.
+Owns enabling: validate, compute, commit, each step agreed by all ranks, everything undone if one fails.
 Must not stream: that is the engine's, driven by hooks.
 """
 
@@ -10,7 +10,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,126 +21,18 @@ from .attachment import Attachment, get_handle
 from .block_discovery import Selection
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform, get_platform, resolve_device
-from .distributed.control import RankLost
 from .distributed.group import OffloadGroup, form_group, introduce, join_world, local_rank, open_gather
 from .engine import Engine, get_engine
 from .guards import is_guarded
+from .handle import OffloadHandle
 from .host.choice import create_store
 from .host.store import HostStore
 from .offload_plan import OffloadPlan, build_plan, find_all, select, transfers_of
-from .report import OffloadReport, make_report
 from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
 from .validation import refuse_enabled, validate_module, validate_placed
 
 
 logger = logging.get_logger(__name__)
-
-
-class OffloadHandle:
-    r"""
-    What enabling returns.
-
-    Attributes:
-        plan (`OffloadPlan`): what streams, in which blocks, and the memory it takes; `print` it.
-        config (`DistributedLayerwiseOffloadConfig`): the options.
-    """
-
-    def __init__(
-        self,
-        config: DistributedLayerwiseOffloadConfig,
-        plan: OffloadPlan,
-        engine: Engine,
-        parts: Sequence[Attachment],
-        placed: Mapping[str, nn.Module],
-        store: HostStore,
-    ) -> None:
-        self.config = config
-        self.plan = plan
-        self._engine = engine
-        self._parts = tuple(parts)
-        self._placed = dict(placed)
-        self._store: HostStore | None = store
-        self._undo: list[Callable[[], None]] = []
-        self._start = replace(engine.counters)
-        self._last_report: OffloadReport | None = None
-
-    def on_removal(self, undo: Callable[[], None]) -> None:
-        """Has `undo` called when the offload is taken off."""
-        self._undo.append(undo)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the offload is still in force."""
-        return self._store is not None
-
-    def report(self) -> OffloadReport:
-        """What this process has moved so far, and the memory in use; after `remove`, as it was then."""
-        if self._store is not None:
-            return make_report(self._engine, self._start, self.plan, self._store)
-        assert self._last_report is not None
-        return self._last_report
-
-    def join(self) -> None:
-        """
-        Tells the other ranks that this one has no more work, and does the transfers of the passes they still ask for,
-        until all have joined. Ranks with unequal numbers of forwards call it when theirs are done. More work may
-        follow.
-
-        Raises:
-            `RuntimeError`: a rank is gone, or did not join or ask within the timeout; the message names it.
-        """
-        if self.enabled:
-            self._engine.join()
-
-    def remove(self) -> None:
-        """
-        Disables the offload on all ranks: joins, then gives every module ordinary parameters on the CPU, which share
-        memory between ranks until one writes to them. Idempotent.
-
-        Raises:
-            `ValueError`: the ranks disable different offloads; nothing was changed. `RuntimeError`: weights are lost
-            with the rank that held their shards; the model has to be loaded again.
-        """
-        if self._store is None:
-            return
-        for part in self._parts:
-            part.quiet()
-        try:
-            self._engine.join()
-            self._agree_to_remove()
-        except RankLost as error:
-            logger.warning(f"Disabling without the other ranks: {error}")
-        self._last_report = self.report()
-        store, self._store = self._store, None
-        while self._undo:
-            self._undo.pop()()
-        lost: RuntimeError | None = None
-        cpu = torch.device("cpu")
-        with torch.inference_mode(False), torch.no_grad():
-            for part in self._parts:
-                try:
-                    part.detach(cpu)
-                except RuntimeError as error:
-                    lost = error
-            for module in (*(part.module for part in self._parts), *self._placed.values()):
-                move_tensors(owned_tensors(module), cpu, [])
-        store.close()
-        if lost is not None:
-            raise RuntimeError(
-                f"The offload is off, but weights are lost with the rank that held their shards ({lost}). Load the "
-                'model again; host="packed" keeps them whole on every host.'
-            ) from lost
-
-    def _agree_to_remove(self) -> None:
-        mine = [part.component.name for part in self._parts]
-        with self._engine.group.agreement("disable", {"components": mine}) as replies:
-            pass
-        for rank, reply in enumerate(replies):
-            if reply["components"] != mine:
-                raise ValueError(
-                    f"rank {rank} disables {reply['components']} while rank {self._engine.group.rank} disables "
-                    f"{mine}. All ranks disable the same offload, in the same order; nothing was changed."
-                )
 
 
 def apply_distributed_layerwise_offload(

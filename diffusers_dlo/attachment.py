@@ -20,8 +20,9 @@ from .engine import Engine
 from .guards import Guards
 from .hooks import ComponentHooks
 from .host.store import HostStore, tensor_view
+from .managed_tensor import ManagedTensor
 from .offload_plan import ComponentPlan
-from .tensor_utils import ManagedTensor, OwnedTensor, flat_bytes
+from .tensor_utils import OwnedTensor, flat_bytes
 from .units import Component, Unit
 
 

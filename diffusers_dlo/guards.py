@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from .tensor_utils import ManagedTensor
+from .managed_tensor import ManagedTensor
 from .units import Component, Unit
 
 

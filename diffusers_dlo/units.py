@@ -14,8 +14,8 @@ import torch
 
 from .device.ring import BlockViews, Slot
 from .host.store import Extent, HostStore
+from .managed_tensor import ManagedTensor
 from .offload_plan import BlockLayout, ComponentPlan
-from .tensor_utils import ManagedTensor
 
 
 @dataclass

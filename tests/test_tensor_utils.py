@@ -10,8 +10,8 @@ from torch import nn
 
 from diffusers_dlo import apply_distributed_layerwise_offload, tensor_utils
 from diffusers_dlo.block_discovery import discover_blocks
+from diffusers_dlo.managed_tensor import ManagedTensor
 from diffusers_dlo.tensor_utils import (
-    ManagedTensor,
     Move,
     OwnedTensor,
     flat_bytes,

@@ -1,0 +1,89 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns one tensor whose bytes stream: its places in modules, the stand-in that is in them meanwhile, and the original.
+Must not know where the bytes are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .tensor_utils import OwnedTensor, born_on_device, make_offload_placeholder, put, set_tensor_storage
+
+
+class ManagedTensor:
+    """
+    One tensor whose bytes stream: its places in modules, the device-born tensor that is in them meanwhile, and the
+    original, which keeps its identity for the time after.
+
+    Args:
+        owned (`OwnedTensor`): the original and its places.
+        device (`torch.device`): where the stand-in is born.
+    """
+
+    def __init__(self, owned: OwnedTensor, device: torch.device) -> None:
+        self.name = owned.name
+        self.owners = owned.owners
+        self.original = owned.tensor
+        self.placeholder = make_offload_placeholder(owned.tensor, device)
+        self.born = born_on_device(owned.tensor, self.placeholder)
+        self.kept = False
+        "Whether forward wrote to it: its value is this rank's own from then on, and stays on the device."
+        self._version = self.born._version
+
+    def insert(self) -> None:
+        """Puts the stand-in in the modules."""
+        put(self.owners, self.born)
+
+    def drop_original(self) -> None:
+        """Lets go of the original's memory, whose bytes are in a host store now; who kept a reference reads NaN."""
+        set_tensor_storage(self.original, make_offload_placeholder(self.original, self.original.device))
+
+    def lose(self) -> None:
+        """The bytes are lost. What is put back is empty, so that any use of it raises."""
+        self.original = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.restore(None)
+
+    def check_unwritten(self) -> None:
+        """
+        Raises if somebody wrote to the placeholder.
+
+        Raises:
+            `RuntimeError`: naming the tensor: what was written has no effect.
+        """
+        if self.born._version != self._version or self.born.data_ptr() != self.placeholder.data_ptr():
+            raise RuntimeError(
+                f"'{self.name}' was written to while its block was not on the device, so the new value is lost. "
+                "Disable the offload, change the weights, and enable it again."
+            )
+
+    def point(self, view: torch.Tensor) -> None:
+        """Points the stand-in at a block's bytes in a slot."""
+        self.born.data = view
+
+    def unpoint(self, view: torch.Tensor) -> None:
+        """Points the stand-in at its placeholder again; a value that forward wrote is kept on the device instead."""
+        if self.born._version != self._version:
+            with torch.inference_mode(False):
+                self.born.data = view.clone()
+            self.kept = True
+            self._version = self.born._version
+        else:
+            self.born.data = self.placeholder
+
+    def restore(self, value: torch.Tensor | None) -> None:
+        """Puts the original back in the modules, with `value` as its memory; None leaves it what it has."""
+        if value is not None:
+            same_kind = torch._has_compatible_shallow_copy_type(self.original, value)
+            if same_kind and not self.original.is_inference():
+                set_tensor_storage(self.original, value)
+            elif isinstance(self.original, nn.Parameter):
+                self.original = nn.Parameter(value, requires_grad=self.original.requires_grad)
+            else:
+                self.original = value
+        if isinstance(self.original, nn.Parameter):
+            self.original.requires_grad_(self.born.requires_grad)
+        for owner in self.owners:
+            if owner.slots.get(owner.attribute) is self.born:
+                owner.slots[owner.attribute] = self.original
