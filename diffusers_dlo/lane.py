@@ -203,7 +203,6 @@ class Lane:
         slot = self.ring.take(block.component, block.index)
         views = block.views[slot.index]
         self._transfer(slot, views, fence)
-        self.counters.fetches += 1
         self.counters.h2d_nbytes += views.h2d_nbytes
         self._issuing = False
         return slot

@@ -24,7 +24,6 @@ class Counters:
 
     passes: int = 0
     ghost_passes: int = 0
-    fetches: int = 0
     h2d_nbytes: int = 0
     gather_nbytes: int = 0
     on_demand_nbytes: int = 0

@@ -19,7 +19,6 @@ class Registrations:
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
         self._addresses: list[int] = []
-        self.nbytes = 0
 
     def add(self, memory: torch.Tensor) -> None:
         """
@@ -32,10 +31,8 @@ class Registrations:
         stop = -(-(memory.data_ptr() + memory.numel()) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._platform.register_host_memory(start, stop - start)
         self._addresses.append(start)
-        self.nbytes += stop - start
 
     def close(self) -> None:
         """Takes back every registration. Idempotent."""
         while self._addresses:
             self._platform.unregister_host_memory(self._addresses.pop())
-        self.nbytes = 0
