@@ -89,7 +89,7 @@ def partition_tensors(
             len(where) == 1
             and None not in where
             and tensor.numel() > 1
-            and _is_dense(tensor)
+            and is_dense(tensor)
             and not (tensor.is_conj() or tensor.is_neg())
             and id(tensor) not in aliased
             and (owned.owners[0].kind == "parameter" or tensor.numel() * tensor.element_size() > SMALL_BUFFER_NBYTES)
@@ -119,7 +119,7 @@ def _aliased(tensors: Sequence[torch.Tensor]) -> set[int]:
     return found
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a run of memory, each once, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
@@ -165,6 +165,34 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+_CASTS = "distributed_layerwise_offload_casts"
+
+
+def set_pending_casts(tensor: torch.Tensor, casts: Sequence[torch.dtype]) -> None:
+    """Has `tensor` count as cast to each of `casts` in turn, which is done where its bytes are stored or placed."""
+    if casts:
+        setattr(tensor, _CASTS, tuple(casts))
+    else:
+        vars(tensor).pop(_CASTS, None)
+
+
+def pending_casts(tensor: torch.Tensor) -> tuple[torch.dtype, ...]:
+    """The dtypes that `tensor` has still to be cast to, in turn; see `mapped_loading`."""
+    return getattr(tensor, _CASTS, ())
+
+
+def run_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype that a model computes with, once pending casts are done."""
+    return pending_casts(tensor)[-1] if pending_casts(tensor) else tensor.dtype
+
+
+def cast(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of `tensor` after its pending casts; itself where there are none."""
+    for dtype in pending_casts(tensor):
+        tensor = tensor.to(dtype)
+    return tensor
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
