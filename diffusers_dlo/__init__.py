@@ -10,12 +10,14 @@ from ._version import __version__
 from .api import (
     OffloadHandle,
     apply_distributed_layerwise_offload,
+    host_view,
     is_distributed_layerwise_offload_enabled,
     remove_distributed_layerwise_offload,
 )
 from .block_discovery import get_blocks_attr_names, get_blocks_from_dit, set_blocks_attr_names
+from .block_layout import BlockLayout
 from .config import DistributedLayerwiseOffloadConfig
-from .offload_plan import BlockLayout, OffloadPlan, plan_distributed_layerwise_offload
+from .offload_plan import OffloadPlan, plan_distributed_layerwise_offload
 from .pipeline_mixin import DistributedLayerwiseOffloadMixin, install
 from .report import OffloadReport
 
@@ -33,6 +35,7 @@ __all__ = [
     "apply_distributed_layerwise_offload",
     "get_blocks_attr_names",
     "get_blocks_from_dit",
+    "host_view",
     "is_distributed_layerwise_offload_enabled",
     "plan_distributed_layerwise_offload",
     "remove_distributed_layerwise_offload",

@@ -7,7 +7,6 @@ Must not stream: that is the engine's, driven by hooks.
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,24 +14,33 @@ from typing import Any
 
 import torch
 from diffusers.utils import logging
+from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
 from .attachment import Attachment, get_handle
 from .block_discovery import Selection
+from .checkpoint.cache import WeightCache
+from .checkpoint.mapped import FileRange, locate_tensors
+from .comparison import compare, digest_of, sample_weights
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform, get_platform, resolve_device
 from .distributed.group import OffloadGroup, form_group, introduce, join_world, local_rank, open_gather
-from .engine import Engine, get_engine
-from .guards import is_guarded
+from .engine import Engine, find_streamed, get_engine
+from .guards import is_guarded, read_value
 from .handle import OffloadHandle
 from .host.choice import create_store
+from .host.mapped import FileStamp
+from .host.offer import files_digest, offer_mapped, rank_plans, usable_ranges
 from .host.store import HostStore
 from .offload_plan import OffloadPlan, build_plan, find_all, select, transfers_of
-from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
-from .validation import refuse_enabled, validate_module, validate_placed
+from .tensor_utils import Move, OwnedTensor, cast, move_tensors, owned_tensors, put_back
+from .validation import refuse_changed_before_cast, refuse_enabled, validate_module, validate_placed
 
 
 logger = logging.get_logger(__name__)
+
+_WORTH_CACHING = 0.1
+"""With a smaller part of the weights in no file, writing all of them to a cache would save little."""
 
 
 def apply_distributed_layerwise_offload(
@@ -113,7 +121,9 @@ class _Prepared:
     """What enabling will do, once all ranks know that they can."""
 
     selection: Selection
-    plan: OffloadPlan
+    plans: list[OffloadPlan]
+    "The plan for each kind of host store that may be used, in order of preference."
+    stamps: dict[str, FileStamp]
     engine: Engine
     parts: list[Attachment]
 
@@ -132,29 +142,52 @@ def _prepare(
             validate_module(selection.streamed[name], name, transfer)
         for name, module in selection.placed.items():
             validate_placed(module, name)
-        for name, module in {**selection.streamed, **selection.placed}.items():
+        every = {**selection.streamed, **selection.placed}
+        for name, module in every.items():
             refuse_enabled(name, any(get_handle(part) is not None or is_guarded(part) for part in module.modules()))
+        located = locate_tensors(owned.tensor for module in every.values() for owned in owned_tensors(module))
+        for name, module in every.items():
+            refuse_changed_before_cast(module, name, located.written)
         found = find_all(selection, config)
         plan = build_plan(selection, found, config, group.size)
         engine = get_engine(platform, group)
-        parts = [Attachment(selection.streamed[c.name], c, *found[c.name], engine) for c in plan.components]
+        parts = [Attachment(selection.streamed[c.name], *found[c.name], engine) for c in plan.components]
+        owned = [tensors for part in parts for tensors in part.owned]
+
+        def build(files: Mapping[int, FileRange]) -> OffloadPlan:
+            return build_plan(selection, found, config, group.size, files)
+
+        offer = offer_mapped(build, owned, *usable_ranges(located, owned))
         lines = [f"streaming already: {engine.names}", f"device {platform.device.type}", f"timeout {config.timeout}"]
         lines += plan.summary_lines()
         if group.size > 1:
-            lines += [line for part in parts for line in part.fingerprints()]
-        said["digest"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    _compare(group, [reply["digest"] for reply in replies], lines)
-    return _Prepared(selection, plan, engine, parts)
+            lines += sample_weights(plan, owned, skip=located.ranges)
+        said |= {"digest": digest_of(lines), "files": files_digest(located, owned)}
+        said |= {"mapped": offer.digest, "loose": offer.loose}
+    compare(group, replies, lines)
+    if len({reply["files"] for reply in replies}) > 1:  # each has files of its own: are they the same weights?
+        with group.agreement("enable: weights", said) as samples:
+            lines = sample_weights(plan, owned)
+            said["digest"] = digest_of(lines)
+        compare(group, samples, lines)
+    if config.cache_dir is not None and max(reply["loose"] for reply in replies) > _WORTH_CACHING:
+        ranges = WeightCache(str(config.cache_dir), plan, owned, located, group).open()
+        if ranges is not None:
+            with group.agreement("enable: cache", said) as replies:
+                offer = offer_mapped(build, owned, ranges, "their dtypes are not known to safetensors")
+                said["mapped"] = offer.digest
+    plans = rank_plans(config.host, plan, offer, [reply["mapped"] for reply in replies], platform)
+    return _Prepared(selection, plans, offer.stamps, engine, parts)
 
 
 def _commit(
     prepared: _Prepared, config: DistributedLayerwiseOffloadConfig, platform: Platform, group: OffloadGroup
 ) -> OffloadHandle:
-    selection, plan, engine, parts = prepared.selection, prepared.plan, prepared.engine, prepared.parts
-    if any(component.transfer == "all_gather" for component in plan.components):
+    selection, engine, parts = prepared.selection, prepared.engine, prepared.parts
+    if any(component.transfer == "all_gather" for component in prepared.plans[0].components):
         with group.agreement("enable: communicator"):
             open_gather(group, platform, config.timeout)
-    store = create_store(plan, config.host, group, platform)
+    store = create_store(prepared.plans, group, platform, prepared.stamps)
     moved: list[Move] = []
     with ExitStack() as undo:
         undo.callback(store.close)
@@ -162,8 +195,8 @@ def _commit(
         for part in parts:
             undo.callback(part.detach)
         with group.agreement("enable: device"):
-            for part in parts:
-                part.attach_to_engine(store, config.slots)
+            for part, component in zip(parts, store.plan.components):
+                part.attach_to_engine(component, store, config.slots)
             move_tensors(_resident(parts, selection.placed), platform.device, moved)
         _pack(parts, store, group)
         handle = OffloadHandle(config, store.plan, engine, parts, selection.placed, store)
@@ -186,34 +219,16 @@ def _resident(parts: Sequence[Attachment], placed: Mapping[str, nn.Module]) -> l
     ]
 
 
-def _compare(group: OffloadGroup, digests: Sequence[str], lines: Sequence[str]) -> None:
-    """Raises on every rank, naming the first difference, where ranks do not have the same model and options."""
-    if len(set(digests)) == 1:
-        return
-    short = [hashlib.sha256(line.encode()).hexdigest()[:6] for line in lines]
-    with group.agreement("enable: compare", {"lines": short}) as replies:
-        pass
-    every = [reply["lines"] for reply in replies]
-    first = next(
-        (i for i in range(min(map(len, every))) if len({other[i] for other in every}) > 1), min(map(len, every))
-    )
-    with group.agreement("enable: difference", {"line": lines[first] if first < len(lines) else "nothing"}) as replies:
-        pass
-    said = "; ".join(f"rank {rank}: {reply['line']}" for rank, reply in enumerate(replies))
-    raise RuntimeError(
-        f"The ranks do not have the same model or options, so they cannot share weights. The first difference is: "
-        f"{said}. Load the same checkpoint, with the same adapters, dtype and options, on every rank."
-    )
-
-
 def _pack(parts: Sequence[Attachment], store: HostStore, group: OffloadGroup) -> None:
     """
-    Fills the store, unit by unit. A unit's originals are let go once all ranks have written it, where the store could
-    give the whole of it back: the peak is one copy of the model and not two.
+    Fills the store, unit by unit, with what is in no file. A unit's originals are let go once all ranks have written
+    it, where the store could give the whole of it back: the peak is one copy of the model and not two.
     """
-    units = [(part, unit) for part in parts for unit in part.component.units]
+    units = [(part, unit) for part in parts for unit in part.component.units if store.writes(unit.key)]
+    if not units:
+        return
     with logging.tqdm(
-        total=sum(unit.layout.nbytes for _, unit in units),
+        total=sum(unit.layout.nbytes - unit.layout.memory_offset for _, unit in units),
         desc=f"Storing weights ({store.kind})",
         unit="B",
         unit_scale=True,
@@ -223,6 +238,34 @@ def _pack(parts: Sequence[Attachment], store: HostStore, group: OffloadGroup) ->
         for part, unit in units:
             with group.agreement("enable: store"):
                 store.write(unit.key, [tensor.original for tensor in unit.tensors])
-            if store.image(unit.key) is not None:
+            if store.is_whole(unit.key):
                 part.drop_originals(unit)
-            bar.update(unit.layout.nbytes)
+            bar.update(unit.layout.nbytes - unit.layout.memory_offset)
+
+
+def host_view(module: nn.Module, name: str) -> torch.Tensor:
+    r"""
+    The value of a parameter or buffer, whether it streams or not; for reading only. Of one that streams, it is a view
+    of the host store on the CPU: nothing is copied, and no other rank takes part.
+
+    Args:
+        module (`torch.nn.Module`): an offloaded model, a part of it, or any other module.
+        name (`str`): the name within `module`, as `named_parameters` or `named_buffers` give it.
+
+    Raises:
+        `ValueError`: there is no such name. `RuntimeError`: the host store has only shards (`"pinned"` with
+        `all_gather`), or the file that the weights are in has changed.
+    """
+    path, _, attribute = name.rpartition(".")
+    try:
+        owner = unwrap_module(module).get_submodule(path)
+        tensor = owner._parameters[attribute] if attribute in owner._parameters else owner._buffers[attribute]
+    except (AttributeError, KeyError):
+        tensor = None
+    if tensor is None:
+        raise ValueError(f"'{type(module).__name__}' has no parameter or buffer '{name}'; see its named_parameters().")
+    found = find_streamed(tensor)
+    if found is None:
+        return cast(tensor).detach()
+    unit, index = found
+    return tensor.detach() if unit.tensors[index].kept else read_value(unit, index)

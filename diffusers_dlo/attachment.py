@@ -6,7 +6,6 @@ from whatever point enabling had reached. Must not talk to other ranks.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,15 +18,14 @@ from .block_discovery import FoundUnit
 from .engine import Engine
 from .guards import Guards
 from .hooks import ComponentHooks
-from .host.store import HostStore, tensor_view
+from .host.store import HostStore
 from .managed_tensor import ManagedTensor
 from .offload_plan import ComponentPlan
-from .tensor_utils import OwnedTensor, flat_bytes
+from .tensor_utils import OwnedTensor
 from .units import Component, Unit
 
 
 _HANDLE = "_distributed_layerwise_offload_handle"
-_SAMPLE_NBYTES = 64
 
 
 def get_handle(module: nn.Module) -> Any:
@@ -41,7 +39,6 @@ class Attachment:
 
     Args:
         module (`nn.Module`): the component, unwrapped.
-        plan (`ComponentPlan`): its plan.
         units (`Sequence[FoundUnit]`), resident (`Sequence[OwnedTensor]`): what `find_units` found, in the plan's
         order.
         engine (`Engine`): what streams it.
@@ -50,17 +47,15 @@ class Attachment:
     def __init__(
         self,
         module: nn.Module,
-        plan: ComponentPlan,
         units: Sequence[FoundUnit],
         resident: Sequence[OwnedTensor],
         engine: Engine,
     ) -> None:
         self.module = module
-        self.plan = plan
         self.resident = resident
         self._engine = engine
         self._unit_modules = [unit.modules for unit in units]
-        self._owned = [unit.tensors for unit in units]
+        self.owned = [unit.tensors for unit in units]
         self._component: Component | None = None
         self._hooks: ComponentHooks | None = None
         self._guards: Guards | None = None
@@ -74,33 +69,21 @@ class Attachment:
         assert self._component is not None
         return self._component
 
-    def fingerprints(self) -> list[str]:
+    def attach_to_engine(self, plan: ComponentPlan, store: HostStore, num_slots: int) -> None:
         """
-        A line for each unit with a digest of 64 bytes from the middle of each of its tensors: enough to tell another
-        checkpoint, adapter or seed from this one without reading all the weights.
+        Makes the run-time state of the component, as the store's `plan` of it says, and hands it to the engine, which
+        allocates slots.
         """
-        lines = []
-        for unit, owned in zip((*self.plan.blocks, *self.plan.leaves), self._owned):
-            digest = hashlib.sha256()
-            for item in owned:
-                content = flat_bytes(item.tensor)
-                middle = content.numel() // 2
-                digest.update(bytes(content[middle : middle + _SAMPLE_NBYTES].cpu().tolist()))
-            lines.append(f"weights of block '{unit.name}' of '{self.plan.name}': digest {digest.hexdigest()[:12]}")
-        return lines
-
-    def attach_to_engine(self, store: HostStore, num_slots: int) -> None:
-        """Makes the run-time state of the component and hands it to the engine, which allocates slots."""
         device = self._engine.platform.device
-        name = self._engine.new_name(self.plan.name)
+        name = self._engine.new_name(plan.name)
         keys = {id(unit): key for key, (_, unit) in enumerate(store.plan.units)}
         self._store = store
         units = [
             Unit(name, index, layout, [ManagedTensor(o, device) for o in owned], store, keys[id(layout)])
-            for index, (layout, owned) in enumerate(zip((*self.plan.blocks, *self.plan.leaves), self._owned))
+            for index, (layout, owned) in enumerate(zip((*plan.blocks, *plan.leaves), self.owned))
         ]
-        count = len(self.plan.blocks)
-        self._component = Component(name, self.plan, units[:count], units[count:])
+        count = len(plan.blocks)
+        self._component = Component(name, plan, units[:count], units[count:])
         self._engine.attach(self._component, num_slots)
 
     def drop_originals(self, unit: Unit) -> None:
@@ -172,11 +155,10 @@ class Attachment:
             raise lost
 
     def _restore(self, unit: Unit, device: torch.device | None) -> None:
-        image = self._engine.read(unit) if unit.key in self._stored else None
-        for tensor, layout in zip(unit.tensors, unit.layout.tensors):
-            if image is None:
-                tensor.restore(None)
-                continue
-            value = tensor.born.detach() if tensor.kept else tensor_view(image, layout)
-            tensor.restore(value.to(device or tensor.original.device))
+        values = self._engine.read(unit) if unit.key in self._stored else [None] * len(unit.tensors)
+        for tensor, value in zip(unit.tensors, values):
+            if value is not None:
+                value = tensor.born.detach() if tensor.kept else value
+                value = value.to(device or tensor.original.device)
+            tensor.restore(value)
         self._stored.discard(unit.key)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 TRANSFERS = ("auto", "all_gather", "local")
 _LONGEST_TIMEOUT = 7 * 24 * 3600
-HOSTS = ("auto", "packed", "pinned")
+HOSTS = ("auto", "mapped", "packed", "pinned")
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,14 @@ class DistributedLayerwiseOffloadConfig:
         num_slots (`int` or `"auto"`, defaults to `"auto"`):
             How many block-sized buffers the device holds, 2 or more. `"auto"` is 2: one computes, one arrives.
         host (`str`, defaults to `"auto"`):
-            Where the bytes live. `"packed"`: one shared-memory file per host. `"pinned"`: page-locked memory of each
-            rank (its shard with `all_gather`, whole blocks with `local`). `"auto"`: the first of these that works on
-            all ranks.
+            Where the bytes live. `"mapped"`: in the safetensors files they were loaded from, whose page cache all
+            ranks of a host share; weights that are in no file (cast, changed) as with `"packed"`. `"packed"`: one
+            shared-memory file per host. `"pinned"`: page-locked memory of each rank (its shard with `all_gather`,
+            whole blocks with `local`). `"auto"`: the first of these that works on all ranks.
+        cache_dir (`str` or `os.PathLike`, *optional*):
+            A directory for weights that are in no file as they are used, because they were cast or changed: they are
+            written there once, and later starts stream them from there. The first start writes as many bytes as
+            stream.
         mesh (`torch.distributed.device_mesh.DeviceMesh`, *optional*):
             The ranks that share weights: a one-dimensional mesh, or the last dimension of a larger one. Defaults to
             the ranks of one host.
@@ -53,6 +59,7 @@ class DistributedLayerwiseOffloadConfig:
     transfer: str = "auto"
     num_slots: int | str = "auto"
     host: str = "auto"
+    cache_dir: str | os.PathLike[str] | None = None
     mesh: DeviceMesh | None = None
     blocks: Mapping[str, Sequence[str]] | Sequence[str] | None = None
     timeout: float = 1800.0
@@ -69,6 +76,15 @@ class DistributedLayerwiseOffloadConfig:
                 raise ValueError("'onload_device' must be a device that computes, got 'meta'.")
         _check_choice("transfer", self.transfer, TRANSFERS)
         _check_choice("host", self.host, HOSTS)
+        if self.cache_dir is not None:
+            if not isinstance(self.cache_dir, (str, os.PathLike)) or not isinstance(os.fspath(self.cache_dir), str):
+                raise TypeError(f"'cache_dir' must be the path of a directory, got {self.cache_dir!r}.")
+            if self.host not in ("auto", "mapped"):
+                raise ValueError(
+                    f"'cache_dir' has weights stream from a file, and host={self.host!r} copies them to memory; "
+                    'leave one of the two out, or use host="mapped".'
+                )
+            object.__setattr__(self, "cache_dir", os.fspath(self.cache_dir))
         if self.num_slots != "auto":
             if isinstance(self.num_slots, bool) or not isinstance(self.num_slots, int):
                 raise TypeError(f"'num_slots' must be \"auto\" or an int, got {self.num_slots!r}.")

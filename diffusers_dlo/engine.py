@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .device.platform import Platform
 from .distributed.group import OffloadGroup
 from .gather_lane import GatherLane
+from .host.store import tensor_view
 from .lane import Lane
 from .leaves import Leaves
 from .local_lane import LocalLane
@@ -87,7 +88,7 @@ class Engine:
             component = self._discarded.pop()
             # Ranks collect garbage at different times, so what they share stays as it is.
             self.detach(component, shrink=False)
-            store = component.units[0].store
+            store = component.store
             if all(unit.store is not store for other in self._components.values() for unit in other.units):
                 store.close()
 
@@ -164,10 +165,28 @@ class Engine:
         else:
             self._lane_of(self._components[unit.component]).release(unit)
 
-    def read(self, unit: Unit) -> torch.Tensor:
-        """A unit's whole image on the CPU, for the caller to keep. A collective where the store has only shards."""
-        image = unit.store.private_image(unit.key)
-        return self._lane_of(self._components[unit.component]).read(unit) if image is None else image
+    def read(self, unit: Unit) -> list[torch.Tensor]:
+        """
+        The values of a unit's tensors on the CPU, for the caller to keep. A collective where the store has only
+        shards.
+
+        Raises:
+            `RuntimeError`: they are not to be had any more.
+        """
+        unit.store.check_readable()
+        if unit.store.is_whole(unit.key):
+            return [unit.store.private_view(unit.key, index) for index in range(len(unit.tensors))]  # type: ignore
+        image = self._lane_of(self._components[unit.component]).read(unit)
+        return [tensor_view(image, tensor) for tensor in unit.layout.tensors]
+
+    def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
+        """The unit that `tensor` streams with, and its index there; None for one that stays on the device."""
+        for component in self._components.values():
+            for unit in component.units:
+                for index, managed in enumerate(unit.tensors):
+                    if managed.born is tensor:
+                        return unit, index
+        return None
 
     def join(self) -> None:
         """See `GatherLane.join`."""
@@ -243,3 +262,8 @@ def get_engine(platform: Platform, group: OffloadGroup) -> Engine:
     elif _engine.group is not group:
         raise ValueError("Other components share their weights among other ranks already; disable them first.")
     return _engine
+
+
+def find_streamed(tensor: torch.Tensor) -> tuple[Unit, int] | None:
+    """The unit of this process that `tensor` streams with, and its index there; None where it does not stream."""
+    return None if _engine is None else _engine.find(tensor)

@@ -20,13 +20,13 @@ Owns passes: what ranks that gather blocks from shards agree on, and the lap tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from .device.platform import Event, Platform
-from .device.ring import BlockViews, Slot
+from .device.ring import BlockViews, Slot, realign
 from .distributed.control import RankLost
 from .distributed.group import OffloadGroup
 from .lane import Lane, copy_extents
@@ -98,6 +98,8 @@ class GatherLane(Lane):
             replies = self._exchange("bye")
             if not any(reply["kind"] == "pass" for reply in replies):
                 return
+            if _refused(replies):
+                continue
             self._grant(replies)
             self.counters.ghost_passes += 1
             self.finish()
@@ -158,21 +160,37 @@ class GatherLane(Lane):
             super()._transfer(slot, views, fence)
             return
         self.platform.submit(self._copy, lambda: copy_extents(views), after=(fence,), record=slot.arrived)
-        self.platform.submit(
-            self._comm, lambda: gather(views.image, views.shard), after=(slot.arrived,), record=slot.ready
-        )
+
+        def work() -> None:
+            gather(views.image, views.shard)
+            realign(views.realigned)
+
+        self.platform.submit(self._comm, work, after=(slot.arrived,), record=slot.ready)
         self.counters.gather_nbytes += views.image.numel() - views.shard.numel()
 
     def _begin(self, component: Component, block: Unit) -> None:
         """Asks for a pass of `component` until it is granted; passes of others are done for them meanwhile."""
-        while self._agree(component, full=block.index not in component.order) is not component:
-            self.counters.ghost_passes += 1
-            self.finish()
+        while (granted := self._agree(component, full=block.index not in component.order)) is not component:
+            if granted is not None:
+                self.counters.ghost_passes += 1
+                self.finish()
         self.counters.passes += 1
 
-    def _agree(self, component: Component, full: bool) -> Component:
+    def _agree(self, component: Component, full: bool) -> Component | None:
+        """
+        One round of asking for a pass of `component`: which component got one, None if nobody did.
+
+        Raises:
+            `RuntimeError`: the weights of `component` have changed on the host, as this rank or another sees it. All
+            ranks that asked for it raise, and none has begun anything.
+        """
         proposal = list(component.proposal) if component.proposal is not None else None
-        return self._grant(self._exchange("pass", component=component.name, full=full, proposal=proposal))
+        changed = _change_of(component)
+        replies = self._exchange("pass", component=component.name, full=full, proposal=proposal, changed=changed)
+        for rank, reply in enumerate(replies):
+            if reply.get("changed") and reply["component"] == component.name:
+                raise RuntimeError(changed or f"rank {rank}: {reply['changed']}")
+        return None if _refused(replies) else self._grant(replies)
 
     def _exchange(self, kind: str, **asked: Any) -> list[dict[str, Any]]:
         """One agreement: what is asked, and what a lap follows from, which has to be the same on all ranks."""
@@ -239,3 +257,17 @@ class GatherLane(Lane):
     def _check(self) -> None:
         if self._broken is not None:
             self._stop(self._broken)
+
+
+def _change_of(component: Component) -> str | None:
+    """What has changed about the host's copy of a component's weights."""
+    try:
+        component.store.check()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def _refused(replies: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a round grants no pass, because weights that were asked for have changed on the host."""
+    return any(reply.get("changed") for reply in replies)

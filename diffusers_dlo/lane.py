@@ -23,7 +23,7 @@ from collections.abc import Iterable
 import torch
 
 from .device.platform import Event, Platform
-from .device.ring import BlockViews, Ring, Slot
+from .device.ring import BlockViews, Ring, Slot, realign
 from .units import Component, Counters, Unit
 
 
@@ -208,7 +208,11 @@ class Lane:
         return slot
 
     def _transfer(self, slot: Slot, views: BlockViews, fence: Event) -> None:
-        self.platform.submit(self._copy, lambda: copy_extents(views), after=(fence,), record=slot.ready)
+        def work() -> None:
+            copy_extents(views)
+            realign(views.realigned)
+
+        self.platform.submit(self._copy, work, after=(fence,), record=slot.ready)
 
     def _recover(self, block: Unit) -> None:
         """A fetch was interrupted in the middle. Alone, forget what the slots hold and go on."""

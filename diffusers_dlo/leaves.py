@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from .device.platform import Platform
+from .device.ring import realign, realigned_parts
 from .host.store import tensor_view
 from .units import Counters, Unit
 
@@ -35,6 +36,7 @@ class Leaves:
             for offset, source in leaf.extents:
                 leaf.buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
                 self._counters.on_demand_nbytes += source.numel()
+            realign(realigned_parts(leaf.layout, leaf.buffer))
             with torch.inference_mode(False):
                 leaf.point([tensor_view(leaf.buffer, tensor) for tensor in leaf.layout.tensors])
         leaf.holds += 1

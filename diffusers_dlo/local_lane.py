@@ -37,6 +37,10 @@ class LocalLane(Lane):
                     return
                 self._fetch(expected)
 
+    def enter(self, component: Component) -> None:
+        component.store.check()
+        super().enter(component)
+
     def leave(self, component: Component, complete: bool) -> None:
         if complete:
             self.counters.passes += 1

@@ -9,7 +9,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .tensor_utils import OwnedTensor, born_on_device, make_offload_placeholder, put, set_tensor_storage
+from .tensor_utils import (
+    OwnedTensor,
+    born_on_device,
+    make_offload_placeholder,
+    put,
+    set_pending_casts,
+    set_tensor_storage,
+)
 
 
 class ManagedTensor:
@@ -75,6 +82,7 @@ class ManagedTensor:
     def restore(self, value: torch.Tensor | None) -> None:
         """Puts the original back in the modules, with `value` as its memory; None leaves it what it has."""
         if value is not None:
+            set_pending_casts(self.original, ())
             same_kind = torch._has_compatible_shallow_copy_type(self.original, value)
             if same_kind and not self.original.is_inference():
                 set_tensor_storage(self.original, value)

@@ -1,7 +1,7 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns the plan: where each tensor lies in its block's byte image, how images are cut into shards, the streaming order
-and the bytes that follow. Pure: works on a meta model and imports no devices and no process groups.
+Owns the plan: which blocks stream, in which order, how their images are cut into shards, and the bytes that follow.
+Pure: works on a meta model and imports no devices and no process groups.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
 from .block_discovery import FoundUnit, Selection, find_units, select_components
+from .block_layout import BlockLayout, lay_out
+from .checkpoint.mapped import FileRange
 from .config import DistributedLayerwiseOffloadConfig
 from .tensor_utils import OwnedTensor, nbytes_of, owned_tensors
 from .validation import refuse_fixed_addresses, validate_blocks_option
@@ -23,58 +25,6 @@ from .validation import refuse_fixed_addresses, validate_blocks_option
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-
-
-ALIGNMENT = 256
-"""Bytes. Every tensor of an image, and every shard, begins at a multiple of it: what device allocators give, and
-enough for the results of a vectorised kernel not to depend on where a weight lies."""
-
-
-def align(nbytes: int) -> int:
-    """`nbytes` rounded up to `ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True)
-class TensorLayout:
-    """Where one tensor lies in its block's image: `offset` and `nbytes` in bytes, `shape` and `stride` in elements."""
-
-    name: str
-    kind: str
-    offset: int
-    nbytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class BlockLayout:
-    """The byte image of one block, or of a leaf that is fetched on demand: `nbytes` without the padding at its end."""
-
-    name: str
-    nbytes: int
-    tensors: tuple[TensorLayout, ...]
-    is_leaf: bool = False
-
-    def shard_nbytes(self, group_size: int) -> int:
-        """Bytes of a rank's equal share of the padded image."""
-        return align(-(-self.nbytes // group_size))
-
-    def padded_nbytes(self, group_size: int) -> int:
-        """Bytes of the image once padded to `group_size` equal shards."""
-        return self.shard_nbytes(group_size) * group_size
-
-    @cached_property
-    def digest(self) -> str:
-        """A short digest of everything in this layout."""
-        return hashlib.sha256(self.describe().encode()).hexdigest()[:16]
-
-    def describe(self) -> str:
-        """This layout as text, one tensor a line: what ranks compare."""
-        lines = [f"block '{self.name}' {self.nbytes} bytes{' (leaf)' if self.is_leaf else ''}"]
-        lines += [f"  {t.name} {t.kind} at {t.offset} {t.dtype} {t.shape} stride {t.stride}" for t in self.tensors]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -121,6 +71,11 @@ class OffloadPlan:
     def units(self) -> list[tuple[ComponentPlan, BlockLayout]]:
         """Every block and leaf with its component: what a host store holds, in this order."""
         return [(c, unit) for c in self.components for unit in (*c.blocks, *c.leaves)]
+
+    @property
+    def files(self) -> list[str]:
+        """The paths of the files that units lie in."""
+        return sorted({run.path for _, unit in self.units for run in unit.runs})
 
     @property
     def streamed_nbytes(self) -> int:
@@ -197,12 +152,13 @@ def plan_component(
     resident: Sequence[OwnedTensor],
     transfer: str,
     transient: bool = False,
+    files: Mapping[int, FileRange] | None = None,
 ) -> ComponentPlan:
     """
     The plan of one component from what `find_units` found in it. `module` may live on any device, also on meta;
-    nothing of it is read but metadata.
+    nothing of it is read but metadata. `files` is as for `lay_out`.
     """
-    layouts = [_layout(unit.name, unit.tensors, unit.is_leaf) for unit in units]
+    layouts = [lay_out(unit.name, unit.tensors, unit.is_leaf, files) for unit in units]
     return ComponentPlan(
         name=name,
         class_name=type(module).__name__,
@@ -212,28 +168,6 @@ def plan_component(
         placed_nbytes=nbytes_of(resident),
         transient=transient,
     )
-
-
-def _layout(name: str, tensors: Sequence[OwnedTensor], is_leaf: bool) -> BlockLayout:
-    layouts = []
-    offset = end = 0
-    for owned in tensors:
-        tensor = owned.tensor
-        nbytes = tensor.numel() * tensor.element_size()
-        layouts.append(
-            TensorLayout(
-                name=owned.name,
-                kind=owned.owners[0].kind,
-                offset=offset,
-                nbytes=nbytes,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                stride=tuple(tensor.stride()),
-            )
-        )
-        end = offset + nbytes
-        offset = align(end)
-    return BlockLayout(name, end, tuple(layouts), is_leaf)
 
 
 def transfers_of(selection: Selection, config: DistributedLayerwiseOffloadConfig, group_size: int) -> dict[str, str]:
@@ -248,20 +182,24 @@ def build_plan(
     found: Mapping[str, tuple[Sequence[FoundUnit], Sequence[OwnedTensor]]],
     config: DistributedLayerwiseOffloadConfig,
     group_size: int,
+    files: Mapping[int, FileRange] | None = None,
 ) -> OffloadPlan:
-    """The plan for chosen components, from the units found in each."""
+    """
+    The plan for chosen components, from the units found in each; with `files` (as for `lay_out`), for the mapped
+    store.
+    """
     common = config.transfer_for(group_size)
     return OffloadPlan(
         components=tuple(
             plan_component(
-                name, selection.streamed[name], *found[name], transfer, transient=transfer == "local" != common
+                name, selection.streamed[name], *found[name], transfer, transfer == "local" != common, files
             )
             for name, transfer in transfers_of(selection, config, group_size).items()
         ),
         placed=tuple((n, type(m).__name__, nbytes_of(owned_tensors(m))) for n, m in selection.placed.items()),
         group_size=group_size,
         num_slots=config.slots,
-        host=config.host,
+        host=config.host if files is None else "mapped",
     )
 
 

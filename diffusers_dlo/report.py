@@ -21,7 +21,7 @@ class OffloadReport:
     padding included.
 
     Attributes:
-        host_kind (`str`): where the bytes live: `"packed"` or `"pinned"`.
+        host_kind (`str`): where the bytes live: `"mapped"`, `"packed"`, `"mapped+packed"` or `"pinned"`.
         transfer (`str`): how blocks reach the device; several kinds are joined by `+`.
         passes (`int`): passes that this rank computed.
         ghost_passes (`int`): passes in which this rank only transferred, for other ranks.
@@ -32,6 +32,8 @@ class OffloadReport:
         device_placed_bytes (`int`): device memory of weights that are never streamed.
         host_private_bytes (`int`): host memory of this rank alone.
         host_shared_bytes (`int`): host memory that the ranks of the group share, counted once.
+        host_files_bytes (`int`): those of them that are page cache of the checkpoint's own files.
+        extents_per_block (`int`): how many copies this rank makes for a block, at most.
     """
 
     host_kind: str
@@ -45,6 +47,8 @@ class OffloadReport:
     device_placed_bytes: int
     host_private_bytes: int
     host_shared_bytes: int
+    host_files_bytes: int
+    extents_per_block: int
 
     def __str__(self) -> str:
         rows = []
@@ -70,4 +74,6 @@ def make_report(engine: Engine, start: Counters, plan: OffloadPlan, store: HostS
         device_placed_bytes=plan.device_placed_nbytes,
         host_private_bytes=store.private_nbytes,
         host_shared_bytes=store.shared_nbytes,
+        host_files_bytes=store.files_nbytes,
+        extents_per_block=max(len(store.extents(i)) for i, layout in enumerate(store.layouts) if not layout.is_leaf),
     )

@@ -168,6 +168,8 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 _CASTS = "distributed_layerwise_offload_casts"
+_CAST_NBYTES = 16 << 20
+"""What is cast at a time: a private copy of no more than this exists. A multiple of every item size."""
 
 
 def set_pending_casts(tensor: torch.Tensor, casts: Sequence[torch.dtype]) -> None:
@@ -195,6 +197,26 @@ def cast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def copy_bytes(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    """
+    Copies bytes `[start, start + len(out))` of a dense `tensor`, in storage order and after its pending casts, into
+    `out` on the host. Only what is copied is cast, a piece at a time.
+    """
+    casts, itemsize = pending_casts(tensor), run_dtype(tensor).itemsize
+    if not casts:
+        out.copy_(flat_bytes(tensor)[start : start + out.numel()])
+        return
+    elements = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    stop = start + out.numel()
+    for low in range(start - start % itemsize, stop, _CAST_NBYTES):
+        high = min(low + _CAST_NBYTES, stop)
+        piece = elements[low // itemsize : -(-high // itemsize)]
+        for dtype in casts:
+            piece = piece.to(dtype)
+        begin = max(low, start)
+        out[begin - start : high - start].copy_(piece.view(torch.uint8)[begin - low : high - low])
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense `tensor` in storage order, `(nbytes,)` of `uint8`; shares its memory."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
@@ -211,20 +233,22 @@ def typed_view(
 def make_offload_placeholder(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """
     A stand-in for `tensor` on `device` that costs one element: a NaN (the smallest value of an integer dtype) expanded
-    to the true shape. Shape, dtype and device stay true. A read yields NaN at best; most in-place writes raise at
-    once, and the others (`fill_`, `zero_`) at the block's next turn, see `ManagedTensor.check_unwritten`.
+    to the true shape. Shape, dtype (after pending casts) and device stay true. A read yields NaN at best; most
+    in-place writes raise at once, and the others (`fill_`, `zero_`) at the block's next turn, see
+    `ManagedTensor.check_unwritten`.
     """
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+    dtype = run_dtype(tensor)
+    if dtype.is_floating_point or dtype.is_complex:
         value: float | int | bool = float("nan")
-    elif tensor.dtype == torch.bool:
+    elif dtype == torch.bool:
         value = True
     else:
-        value = torch.iinfo(tensor.dtype).min
+        value = torch.iinfo(dtype).min
     # Filled in float32 and converted: not every backend fills every dtype (float8 on the CPU).
-    if tensor.dtype.is_floating_point:
-        one = torch.full((1,), value, dtype=torch.float32, device=device).to(tensor.dtype)
+    if dtype.is_floating_point:
+        one = torch.full((1,), value, dtype=torch.float32, device=device).to(dtype)
     else:
-        one = torch.full((1,), value, dtype=tensor.dtype, device=device)
+        one = torch.full((1,), value, dtype=dtype, device=device)
     return one.expand(tensor.shape) if tensor.dim() else one.reshape(())
 
 
@@ -244,6 +268,7 @@ def born_on_device(original: torch.Tensor, placeholder: torch.Tensor) -> torch.T
         born = placeholder.view(placeholder.shape)
     for key, value in vars(original).items():
         setattr(born, key, value)
+    set_pending_casts(born, ())
     return born
 
 
@@ -254,8 +279,8 @@ def put(owners: Iterable[Owner], tensor: torch.Tensor) -> None:
 
 
 def nbytes_of(tensors: Iterable[OwnedTensor]) -> int:
-    """Bytes of the given tensors."""
-    return sum(owned.tensor.numel() * owned.tensor.element_size() for owned in tensors)
+    """Bytes of the given tensors, once pending casts are done."""
+    return sum(owned.tensor.numel() * run_dtype(owned.tensor).itemsize for owned in tensors)
 
 
 def iter_tensors(value: object) -> Iterator[torch.Tensor]:
@@ -264,24 +289,26 @@ def iter_tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 class Move(NamedTuple):
-    """A tensor that was moved to another device: what it was, so that it can be put back."""
+    """A tensor that was cast or moved to another device: what it was, so that it can be put back."""
 
     owners: list[Owner]
     tensor: torch.Tensor
     memory: torch.Tensor
+    casts: tuple[torch.dtype, ...]
 
 
 def move_tensors(tensors: Iterable[OwnedTensor], device: torch.device, moved: list[Move]) -> None:
     """
-    Moves tensors to `device` as `nn.Module.to` does, keeping their identity where the backend allows it and ties
-    always. What was done is added to `moved` as it happens.
+    Does pending casts and moves tensors to `device` as `nn.Module.to` does, keeping their identity where the backend
+    allows it and ties always. What was done is added to `moved` as it happens.
     """
     for owned in tensors:
-        tensor = owned.tensor
-        if tensor.device == device:
+        tensor, casts = owned.tensor, pending_casts(owned.tensor)
+        if tensor.device == device and not casts:
             continue
-        value = tensor.detach().to(device)
-        moved.append(Move(owned.owners, tensor, tensor.data))
+        value = cast(tensor).detach().to(device)
+        moved.append(Move(owned.owners, tensor, tensor.data, casts))
+        set_pending_casts(tensor, ())
         if torch._has_compatible_shallow_copy_type(tensor, value):
             tensor.data = value
         elif isinstance(tensor, nn.Parameter):
@@ -293,6 +320,7 @@ def move_tensors(tensors: Iterable[OwnedTensor], device: torch.device, moved: li
 def put_back(moved: list[Move]) -> None:
     """Undoes `move_tensors`."""
     while moved:
-        owners, tensor, memory = moved.pop()
+        owners, tensor, memory, casts = moved.pop()
         tensor.data = memory
+        set_pending_casts(tensor, casts)
         put(owners, tensor)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from .block_layout import BlockLayout
 from .device.ring import BlockViews, Slot
 from .host.store import Extent, HostStore
 from .managed_tensor import ManagedTensor
-from .offload_plan import BlockLayout, ComponentPlan
+from .offload_plan import ComponentPlan
 
 
 @dataclass
@@ -109,6 +110,11 @@ class Component:
         self.proposal: tuple[int, ...] | None = None
         self.settled = False
         self.trace: dict[int, None] = {}
+
+    @property
+    def store(self) -> HostStore:
+        """Where the bytes of its units are."""
+        return self.blocks[0].store
 
     @property
     def units(self) -> tuple[Unit, ...]:

@@ -5,13 +5,13 @@ Owns every refusal of a module or pipeline before anything is changed. Must not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from .config import DistributedLayerwiseOffloadConfig
-from .tensor_utils import is_dtensor
+from .tensor_utils import is_dtensor, pending_casts
 
 
 _FOREIGN_HOOKS = {
@@ -174,6 +174,28 @@ def refuse_enabled(name: str, enabled: bool) -> None:
     if enabled:
         raise ValueError(
             f"'{name}' is under distributed layerwise offload already. Disable it first to change options."
+        )
+
+
+def refuse_changed_before_cast(module: nn.Module, name: str, written: Collection[int]) -> None:
+    """
+    Refuses weights that were changed while their cast was still pending: the change would be made before the cast, and
+    not after it as everybody expects.
+
+    Args:
+        written (`Collection[int]`): the ids of tensors that were written to after loading.
+
+    Raises:
+        `ValueError`: naming a tensor.
+    """
+    pending = [(path, tensor) for path, tensor in _tensors(module) if pending_casts(tensor)]
+    changed = next((path for path, tensor in pending if id(tensor) in written), None)
+    if changed is None and pending:
+        changed = next((path for path, part in module.named_modules() if hasattr(part, "merged_adapters")), None)
+    if changed is not None:
+        raise ValueError(
+            f"'{changed}' of '{name}' was changed, or given an adapter, after it was loaded under mapped_loading(), "
+            "while still to be cast. Enable first and load adapters then, or load without mapped_loading()."
         )
 
 

@@ -2,6 +2,7 @@
 """The options of an offload: what is refused, with which words, and how a config and overrides are put together."""
 
 import dataclasses
+import pathlib
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -17,6 +18,7 @@ DEFAULTS = {
     "transfer": "auto",
     "num_slots": "auto",
     "host": "auto",
+    "cache_dir": None,
     "mesh": None,
     "blocks": None,
     "timeout": 1800.0,
@@ -28,8 +30,10 @@ WRONG_TYPES = (
     ("onload_device", 3.5, "torch device"),
     ("transfer", None, "auto, all_gather, local"),
     ("transfer", 2, "auto, all_gather, local"),
-    ("host", None, "auto, packed, pinned"),
-    ("host", b"packed", "auto, packed, pinned"),
+    ("host", None, "auto, mapped, packed, pinned"),
+    ("host", b"packed", "auto, mapped, packed, pinned"),
+    ("cache_dir", 3, "path of a directory"),
+    ("cache_dir", b"/tmp", "path of a directory"),
     ("num_slots", "2", '"auto" or an int'),
     ("num_slots", 3.0, '"auto" or an int'),
     ("num_slots", True, '"auto" or an int'),
@@ -55,7 +59,7 @@ WRONG_VALUES = (
     ("transfer", "gather", "one of auto, all_gather, local"),
     ("transfer", "LOCAL", "one of auto, all_gather, local"),
     ("transfer", "", "one of auto, all_gather, local"),
-    ("host", "ram", "one of auto, packed, pinned"),
+    ("host", "ram", "one of auto, mapped, packed, pinned"),
     ("num_slots", 1, "at least 2"),
     ("num_slots", 0, "at least 2"),
     ("num_slots", -2, "at least 2"),
@@ -195,3 +199,10 @@ def test_an_unknown_option_in_a_mapping_is_refused_too() -> None:
 def test_something_else_in_place_of_a_config(config: object) -> None:
     with pytest.raises(TypeError, match="'config' must be a DistributedLayerwiseOffloadConfig, a mapping or None"):
         Config.resolve(config, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("host", ("packed", "pinned"))
+def test_a_cache_is_for_weights_that_stream_from_files(host: str) -> None:
+    with pytest.raises(ValueError, match="'cache_dir'.*copies them to memory"):
+        Config(cache_dir="weights", host=host)
+    assert Config(cache_dir=pathlib.Path("weights"), host="mapped").cache_dir == "weights"

@@ -7,6 +7,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import pytest
@@ -75,6 +76,19 @@ def images_of(plan: OffloadPlan, model: nn.Module) -> list[list[tuple[int, torch
         [(place.offset, memory_order_bytes(tensor)) for place, tensor in zip(unit.tensors, tensors)]
         for (_, unit), tensors in zip(plan.units, tensors_of(plan, model))
     ]
+
+
+def image_of(store: HostStore, unit: int, private: bool = False) -> torch.Tensor | None:
+    """The image that a unit's views make up; None where this rank has only a shard."""
+    if not store.is_whole(unit):
+        return None
+    layout = store.layouts[unit]
+    image = torch.zeros(up(layout.nbytes), dtype=torch.uint8)
+    for index, place in enumerate(layout.tensors):
+        view = store.private_view(unit, index) if private else store.view(unit, index)
+        assert view is not None
+        image[place.offset : place.offset + place.nbytes] = memory_order_bytes(view)
+    return image
 
 
 def assert_image(image: torch.Tensor | None, expected: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -170,14 +184,14 @@ def test_what_is_stored_is_what_was_written(name: str, size: int, transfer: str,
             assert_image(torch.cat(parts), expected[unit])
         for store in stores:
             if host == "pinned" and not whole:
-                assert store.image(unit) is None and store.private_image(unit) is None
-                assert store.view(unit, layout.tensors[0]) is None
+                assert not store.is_whole(unit)
+                assert store.view(unit, 0) is None and store.private_view(unit, 0) is None
                 continue
-            for image in (store.image(unit), store.private_image(unit)):
-                assert image is not None and image.numel() == up(layout.nbytes)
-                assert_image(image, expected[unit])
-            for place, tensor in zip(layout.tensors, tensors_of(plan, model)[unit]):
-                view = store.view(unit, place)
+            assert store.is_whole(unit) and store.writes(unit)
+            for private in (False, True):
+                assert_image(image_of(store, unit, private), expected[unit])
+            for index, tensor in enumerate(tensors_of(plan, model)[unit]):
+                view = store.view(unit, index)
                 assert view is not None and view.dtype == tensor.dtype and view.stride() == tensor.stride()
                 assert view.shape == tensor.shape and torch.equal(view, tensor)
     for store in stores:
@@ -196,7 +210,7 @@ def test_a_rank_writes_its_own_shard_and_no_other(size: int) -> None:
             store.write(unit, tensors[unit])
             written = min((rank + 1) * shard, up(layout.nbytes))
             for reader in stores:
-                image = reader.image(unit)
+                image = image_of(reader, unit)
                 assert not image[written:].any(), f"rank {rank} wrote beyond its shard of '{layout.name}'"
                 end = min(written, layout.nbytes)
                 for offset, content in images_of(plan, model)[unit]:
@@ -273,7 +287,7 @@ def test_parts_that_straddle_pinned_chunks(monkeypatch: pytest.MonkeyPatch, size
             parts.append(torch.cat([source for _, source in extents]))
         assert_image(parts[0] if layout.is_leaf else torch.cat(parts), expected[unit])
         if layout.is_leaf or size == 1:
-            assert_image(stores[-1].image(unit), expected[unit])
+            assert_image(image_of(stores[-1], unit), expected[unit])
     assert straddling and all(store.private_nbytes == plan.host_nbytes_per_rank for store in stores)
 
 
@@ -293,40 +307,38 @@ def test_pinned_memory_comes_from_the_platform() -> None:
 # ---------------------------------------------------------------------------------------------- private images
 
 
-def test_a_private_image_is_the_callers_own() -> None:
+def test_a_private_view_is_the_callers_own() -> None:
     """Of a packed store: writing to it changes neither the store nor what other ranks have."""
     model = MODELS["large"]()
     plan = plan_of(model, "packed", 2)
     stores = packed_stores(plan)
     fill(stores, model)
-    expected = images_of(plan, model)
-    mine, other = stores[0].private_image(0), stores[1].private_image(0)
-    neighbour = stores[0].private_image(1)
+    value = tensors_of(plan, model)[0][0].detach().clone()
+    mine, other, neighbour = (stores[rank].private_view(0, index) for rank, index in ((0, 0), (1, 0), (0, 1)))
     mine.fill_(255)
     assert (mine == 255).all()
-    for image in (stores[0].image(0), stores[1].image(0), other):
-        assert_image(image, expected[0])
-    assert_image(neighbour, expected[1])
+    for view in (stores[0].view(0, 0), stores[1].view(0, 0), other):
+        assert torch.equal(view, value)
+    assert torch.equal(neighbour, tensors_of(plan, model)[0][1])
     for store in stores:
         store.close()
     # And it outlives the store.
-    assert (mine == 255).all()
-    assert_image(other, expected[0])
+    assert (mine == 255).all() and torch.equal(other, value)
     neighbour.zero_()
     assert not neighbour.any()
 
 
-def test_unwritten_pages_of_a_private_image_take_no_memory_of_its_own() -> None:
+def test_unwritten_pages_of_a_private_view_take_no_memory_of_its_own() -> None:
     """Copy on write, and not a copy: ranks go on sharing what none of them writes to."""
     model = toy(lambda: toys.Stack(1, dim=512, widths=(2048,)))  # type: ignore[arg-type]
     (store,) = packed_stores(plan_of(model, "packed", 1))
     fill([store], model)
-    image = store.private_image(0)
-    assert image.numel() > 8 << 20
-    assert int(image.to(torch.int64).sum()) != 0  # every page is read
-    assert anonymous_nbytes(image) == 0
-    image[5 * PAGE] += 1
-    assert 0 < anonymous_nbytes(image) <= 2 * PAGE
+    views = [store.private_view(0, index) for index in range(len(store.layouts[0].tensors))]
+    assert sum(view.numel() * view.element_size() for view in views) > 8 << 20
+    assert sum(float(view.abs().sum()) for view in views) != 0  # every page is read
+    assert anonymous_nbytes(views[0]) == 0
+    max(views, key=torch.Tensor.numel).view(-1)[5 * PAGE] += 1
+    assert 0 < anonymous_nbytes(views[0]) <= 2 * PAGE
     store.close()
 
 
@@ -344,17 +356,16 @@ def anonymous_nbytes(memory: torch.Tensor) -> int:
     raise AssertionError("not mapped")
 
 
-def test_a_private_image_of_pinned_memory_is_a_copy() -> None:
+def test_a_private_view_of_pinned_memory_is_a_copy() -> None:
     model = MODELS["leafy"]()
     (store,) = pinned_stores(plan_of(model, "pinned", 1))
     fill([store], model)
-    expected = images_of(store.plan, model)
-    first, second = store.private_image(0), store.private_image(0)
+    value = tensors_of(store.plan, model)[0][0].detach().clone()
+    first, second = store.private_view(0, 0), store.private_view(0, 0)
     first.zero_()
-    for image in (store.image(0), second):
-        assert_image(image, expected[0])
+    assert torch.equal(store.view(0, 0), value) and torch.equal(second, value)
     store.close()
-    assert_image(second, expected[0])
+    assert torch.equal(second, value)
 
 
 # ----------------------------------------------------------------------------------------------------- closing
@@ -367,8 +378,8 @@ def test_closing_a_packed_store_leaves_nothing() -> None:
     stores = packed_stores(plan)
     fill(stores, model)
     assert leftovers() == (before[0] + 3, before[1] + 6), "a mapping has a descriptor of its own"
-    views = [store.image(0) for store in stores] + [store.private_image(1) for store in stores]
-    expected = images_of(plan, model)
+    views = [store.view(0, 0) for store in stores] + [store.private_view(1, 0) for store in stores]
+    values = [tensors[0].detach().clone() for tensors in tensors_of(plan, model)]
     for _ in range(2):
         for store in stores:
             store.close()
@@ -376,7 +387,7 @@ def test_closing_a_packed_store_leaves_nothing() -> None:
     assert all(not store.extents(0)[0].source.numel() for store in stores)
     for unit in (0, 1):
         for rank in range(3):
-            assert_image(views[3 * unit + rank], expected[unit])
+            assert torch.equal(views[3 * unit + rank], values[unit])
     del views[1:]
     assert leftovers_after_collection()[0] == before[0] + 1
     views.clear()
@@ -396,12 +407,12 @@ def test_closing_a_pinned_store_lets_its_memory_go(monkeypatch: pytest.MonkeyPat
     model = MODELS["leafy"]()
     store = PinnedStore(plan_of(model, "pinned", 1), 0, Watching(CPU))
     fill([store], model)
-    image = store.private_image(0)
+    view, value = store.private_view(0, 0), tensors_of(store.plan, model)[0][0].detach().clone()
     assert len(chunks) > 2 and all(chunk() is not None for chunk in chunks)
     for _ in range(2):
         store.close()
         assert store.private_nbytes == 0 and all(chunk() is None for chunk in chunks)
-    assert_image(image, images_of(store.plan, model)[0])
+    assert torch.equal(view, value)
 
 
 def test_the_file_has_no_name_and_is_reserved_in_full() -> None:
@@ -548,15 +559,16 @@ def test_a_registration_that_fails_takes_the_others_back(fail_at: int) -> None:
 @pytest.mark.parametrize("fail_at", (0, 2))
 def test_the_choice_after_a_registration_that_fails(fail_at: int) -> None:
     group = form_group(World(0, 1, None, None), [introduce(None)], 10.0)
-    plan = plan_of(MODELS["leafy"](), "auto", 1)
+    plan = plan_of(MODELS["leafy"](), "packed", 1)
+    plans = [plan, replace(plan, host="pinned")]
     platform = Registering(fail_at)
-    store = create_store(plan, "auto", group, platform)
+    store = create_store(plans, group, platform)
     assert isinstance(store, PinnedStore) and store.plan.host == "pinned" and platform.ranges == {}
     store.close()
     platform = Registering(fail_at)
     with pytest.raises(RuntimeError, match="cannot be kept in host memory: packed: the driver refused"):
-        create_store(plan, "packed", group, platform)
+        create_store([plan], group, platform)
     assert platform.ranges == {}
-    store = create_store(plan, "auto", group, Registering())
+    store = create_store(plans, group, Registering())
     assert isinstance(store, PackedStore) and store.plan.host == "packed"
     store.close()

@@ -18,7 +18,8 @@ from diffusers_dlo import (
     tensor_utils,
 )
 from diffusers_dlo.block_discovery import Selection
-from diffusers_dlo.offload_plan import align, build_plan, find_all, get_offload_plan
+from diffusers_dlo.block_layout import align
+from diffusers_dlo.offload_plan import build_plan, find_all, get_offload_plan
 from diffusers_dlo.tables import format_bytes
 from tests import toys, zoo
 from tests.toys import Block, feed, toy

@@ -1,7 +1,8 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
 Owns the answer to one question: in which file, and where in it, do the bytes of a tensor lie. Reads what the kernel
-says about this process's memory, so it works for every loader that maps its files. Must not keep a file open or mapped.
+says about this process's memory, so it works for every loader that maps its files. Must not keep a file open or
+mapped.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ class FileRange:
 
 @dataclass
 class Located:
-    """Where tensors lie in files, by the tensor's id; and for those that do not, why, with how many bytes of each."""
+    """
+    Where tensors lie in files, by the tensor's id; and for those that do not, why, with how many bytes of each reason.
+    `written` are the ids of those that did lie in a file until they were written to.
+    """
 
     ranges: dict[int, FileRange] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
     reasons: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     @property
@@ -61,8 +66,8 @@ class _Mapping:
 
 def map_read_only(fd: int) -> torch.Tensor:
     """
-    The file behind `fd` as `(nbytes,)` of `uint8`, for reading only: a write to it ends the process. `fd` may be closed
-    after; the pages are those of the page cache, shared with every process that maps the file.
+    The file behind `fd` as `(nbytes,)` of `uint8`, for reading only: a write to it ends the process. `fd` may be
+    closed after; the pages are those of the page cache, shared with every process that maps the file.
     """
     mapping = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
@@ -74,8 +79,8 @@ def locate_tensors(tensors: Iterable[torch.Tensor]) -> Located:
     """
     Finds the file range that each tensor shows: of whatever shape, as long as its elements fill a run of memory.
 
-    A tensor that was written to after loading is not in the file any more (the kernel gave it pages of its own), nor is
-    one whose file has been deleted, or replaced by another.
+    A tensor that was written to after loading is not in the file any more (the kernel gave it pages of its own), nor
+    is one whose file has been deleted, or replaced by another.
 
     Raises:
         `RuntimeError`: a file is shorter than what is mapped of it; reading that would end the process.
@@ -146,8 +151,7 @@ def _mapping_of(tensor: torch.Tensor, mappings: Sequence[_Mapping], starts: Sequ
     index = bisect_right(starts, address) - 1
     if index < 0 or address + _nbytes(tensor) > mappings[index].stop:
         return (
-            "they are not views of a mapped file: loaded with a cast, from something else than safetensors, or changed "
-            "while loading"
+            "they are not views of a mapped file: loaded with a cast, not from safetensors, or changed while loading"
         )
     mapping = mappings[index]
     if mapping.path.endswith(" (deleted)") or mapping.path.startswith("/memfd:"):
@@ -193,6 +197,7 @@ def _locate_in_file(path: str, members: Sequence[tuple[torch.Tensor, _Mapping]],
             except OSError as error:
                 return refuse(f"the kernel does not say whether they were written to (pagemap: {error.strerror})")
         if _was_written_to(tensor, content[start : start + nbytes], mapping.start, dirty_pages[mapping]):
+            located.written.add(id(tensor))
             located.reasons["they were written to after loading"] += nbytes
         else:
             located.ranges[id(tensor)] = FileRange(path, start, nbytes)

@@ -35,6 +35,11 @@ class Platform:
         self.device = device
 
     @property
+    def registers_host_memory(self) -> bool:
+        """Whether `register_host_memory` can work at all on this kind of device."""
+        return True
+
+    @property
     def backend(self) -> str:
         """The name of the collective backend of this device."""
         if self.device.type not in _BACKENDS:
@@ -98,6 +103,10 @@ class AcceleratorPlatform(Platform):
         self._module = torch.get_device_module(device)
         self._warned = False
 
+    @property
+    def registers_host_memory(self) -> bool:
+        return False
+
     def new_stream(self, high_priority: bool = False) -> Stream:
         return self._module.Stream(device=self.device, priority=-1 if high_priority else 0)
 
@@ -146,6 +155,10 @@ class AcceleratorPlatform(Platform):
 
 class CudaPlatform(AcceleratorPlatform):
     """NVIDIA devices: the only ones whose registration of foreign host memory is used here."""
+
+    @property
+    def registers_host_memory(self) -> bool:
+        return True
 
     def register_host_memory(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self.device):  # a registration belongs to the context that is current

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..block_layout import BlockLayout
 from ..host.store import Extent, tensor_view
-from ..offload_plan import BlockLayout
 from .platform import Event, Platform
 
 
@@ -58,6 +58,8 @@ class BlockViews:
     shard: torch.Tensor
     "this rank's part of `image`: the input of the gather"
     tensors: tuple[torch.Tensor, ...]
+    realigned: tuple[list[torch.Tensor], list[torch.Tensor]]
+    "(targets, sources): parts of `image` that are copied inside it once it has arrived"
     h2d_nbytes: int
 
 
@@ -139,6 +141,7 @@ class Ring:
                         image=slot.buffer[: shard_nbytes * shards],
                         shard=slot.buffer[base : base + shard_nbytes],
                         tensors=tuple(tensor_view(slot.buffer, tensor) for tensor in layout.tensors),
+                        realigned=realigned_parts(layout, slot.buffer),
                         h2d_nbytes=sum(source.numel() for _, source in copies),
                     )
                 )
@@ -149,3 +152,18 @@ class Ring:
         self._platform.synchronize()
         self.slots = []
         self._where.clear()
+
+
+def realigned_parts(layout: BlockLayout, image: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The targets and the sources of a block's realignments, as views of its image on the device."""
+    return (
+        [image[target : target + nbytes] for _, target, nbytes in layout.realigned],
+        [image[source : source + nbytes] for source, _, nbytes in layout.realigned],
+    )
+
+
+def realign(parts: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+    """Queues the copies of a block's realignments on the current stream; all of them in one kernel."""
+    targets, sources = parts
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -6,14 +6,15 @@ Owns the choice of a host store, made by all ranks of a group alike. Must not fi
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
 from diffusers.utils import logging
 
 from ..device.platform import Platform
 from ..distributed.group import OffloadGroup
 from ..offload_plan import OffloadPlan
+from .mapped import FileStamp, MappedStore
 from .packed import PackedStore, create_shared_file, image_offsets
 from .pinned import PinnedStore
 from .store import HostStore
@@ -22,27 +23,39 @@ from .store import HostStore
 logger = logging.get_logger(__name__)
 
 
-def create_store(plan: OffloadPlan, kind: str, group: OffloadGroup, platform: Platform) -> HostStore:
+def create_store(
+    plans: Sequence[OffloadPlan],
+    group: OffloadGroup,
+    platform: Platform,
+    stamps: Mapping[str, FileStamp] | None = None,
+) -> HostStore:
     """
-    An empty store of `kind`; for `"auto"`, the first kind that works on all ranks.
+    An empty store for the first of `plans` whose kind (`plan.host`) works on all ranks.
+
+    Args:
+        plans (`Sequence[OffloadPlan]`): in order of preference, the same on all ranks.
+        stamps (`Mapping[str, FileStamp]`, *optional*): the files of a mapped plan, as all ranks saw them.
 
     Raises:
         `RuntimeError`: no kind works; with the reason of each.
     """
-    reasons = []
-    for candidate in ("packed", "pinned") if kind == "auto" else (kind,):
+    reasons: list[str] = []
+    for plan in plans:
         try:
-            return _create(replace(plan, host=candidate), group, platform)
+            store = _create(plan, group, platform, stamps or {})
         except RuntimeError as error:
-            reasons.append(f"{candidate}: {error}")
-            if kind == "auto" and candidate == "packed":
-                logger.warning(
-                    f"The weights cannot be kept in one shared copy per host ({error}); trying pinned memory"
-                )
+            reasons.append(f"{plan.host}: {error}")
+            continue
+        if reasons:
+            logger.warning(
+                f"The weights are kept in a '{store.kind}' host store, because others do not work here. "
+                + " ".join(reasons)
+            )
+        return store
     raise RuntimeError("The weights cannot be kept in host memory: " + "; ".join(reasons))
 
 
-def _create(plan: OffloadPlan, group: OffloadGroup, platform: Platform) -> HostStore:
+def _create(plan: OffloadPlan, group: OffloadGroup, platform: Platform, stamps: Mapping[str, FileStamp]) -> HostStore:
     with ExitStack() as undo:
         store: HostStore
         if plan.host == "pinned":
@@ -50,19 +63,33 @@ def _create(plan: OffloadPlan, group: OffloadGroup, platform: Platform) -> HostS
                 store = PinnedStore(plan, group.rank, platform)
                 undo.callback(store.close)
         else:
-            fd = -1
-            with group.agreement("enable: shared memory"):
-                if group.rank == 0:
-                    fd = create_shared_file(image_offsets(plan)[1])
-                    closing = undo.enter_context(ExitStack())
-                    closing.callback(os.close, fd)
-            with group.agreement("enable: map shared memory"):
-                if group.rank == 0:
-                    group.control.send_file(fd)
-                    closing.pop_all()  # from here on the store closes it
+            fd = _share_memory(image_offsets(plan)[1], group)
+            with group.agreement(f"enable: {plan.host} memory"):
+                # The store closes the file, also when it cannot be made.
+                if plan.host == "mapped":
+                    store = MappedStore(plan, group.rank, platform, fd, stamps)
                 else:
-                    fd = group.control.receive_file(0)
-                store = PackedStore(plan, group.rank, platform, fd)
+                    store = PackedStore(plan, group.rank, platform, fd)
                 undo.callback(store.close)
         undo.pop_all()
         return store
+
+
+def _share_memory(nbytes: int, group: OffloadGroup) -> int | None:
+    """Shared memory that rank 0 makes and hands to the others; None where there is nothing to keep in it."""
+    if not nbytes:
+        return None
+    fd: int | None = None
+    with ExitStack() as undo:
+        with group.agreement("enable: shared memory"):
+            if group.rank == 0:
+                fd = create_shared_file(nbytes)
+                undo.callback(os.close, fd)
+        with group.agreement("enable: hand out shared memory"):
+            if fd is not None:
+                group.control.send_file(fd)
+            else:
+                fd = group.control.receive_file(0)
+                undo.callback(os.close, fd)
+        undo.pop_all()
+    return fd

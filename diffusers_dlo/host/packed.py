@@ -1,7 +1,8 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns the packed store: one shared-memory file per host that holds every image, written by all its ranks, mapped by
-each. Must not outlive its mappings: the file has no name, so nothing is left behind whoever dies.
+Owns the packed store: one shared-memory file per host that holds every image (of an image that partly lies in files,
+the rest), written by all its ranks, mapped by each. Must not outlive its mappings: the file has no name, so nothing is
+left behind whoever dies.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from ..device.platform import Platform
 from ..offload_plan import OffloadPlan
 from .registration import Registrations
-from .store import Extent, HostStore, copy_range
+from .store import Extent, HostStore, copy_range, tensor_view
 
 
 _MADV_POPULATE_WRITE = 23
@@ -32,11 +33,11 @@ def _align_page(nbytes: int) -> int:
 
 
 def image_offsets(plan: OffloadPlan) -> tuple[list[int], int]:
-    """Where each unit's image begins in the file, on a page of its own, and the size of the file; bytes."""
+    """Where each unit's part begins in the file, on a page of its own, and the size of the file; bytes."""
     offsets, end = [], 0
     for _, unit in plan.units:
         offsets.append(end)
-        end += _align_page(unit.padded_nbytes(plan.group_size))
+        end += _align_page(unit.memory_nbytes(plan.group_size))
     return offsets, end
 
 
@@ -66,33 +67,41 @@ class PackedStore(HostStore):
     here and not a bus error later, and on machines with several memory nodes a shard lies near the rank that reads it.
 
     Args:
-        fd (`int`): the shared file; the store takes it over.
+        fd (`int`, *optional*): the shared file; the store takes it over. None where nothing is to be kept in memory.
 
     Raises:
         `RuntimeError`: the memory is not to be had, or the driver does not page-lock it.
     """
 
-    kind = "packed"
-
-    def __init__(self, plan: OffloadPlan, rank: int, platform: Platform, fd: int) -> None:
+    def __init__(self, plan: OffloadPlan, rank: int, platform: Platform, fd: int | None) -> None:
         super().__init__(plan, rank)
-        self._fd: int | None = fd
+        self._fd = fd
         self._registrations = Registrations(platform)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._private: mmap.mmap | None = None
+        self._offsets, nbytes = image_offsets(plan)
         try:
-            self._offsets, nbytes = image_offsets(plan)
-            mapping = mmap.mmap(fd, nbytes)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a wish: DMA from large pages needs fewer translations
-                    mapping.madvise(mmap.MADV_HUGEPAGE)
-            self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
-            self._private: mmap.mmap | None = None
-            for unit in range(len(self.layouts)):
-                self._reserve(mapping, unit)
-            for unit in range(len(self.layouts)):
-                self._registrations.add(self._part(unit, self.whole[unit]))
+            if nbytes:
+                assert fd is not None
+                self._open(fd, nbytes)
         except BaseException:
             self.close()
             raise
+
+    def _open(self, fd: int, nbytes: int) -> None:
+        mapping = mmap.mmap(fd, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a wish: DMA from large pages needs fewer translations
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        for unit in range(len(self.layouts)):
+            self._reserve(mapping, unit)
+        units = range(len(self.layouts))
+        self._registrations.add(extent.source for unit in units for extent in self._memory_extents(unit))
+
+    @property
+    def kind(self) -> str:
+        return "packed"
 
     @property
     def private_nbytes(self) -> int:
@@ -103,23 +112,35 @@ class PackedStore(HostStore):
         return self._memory.numel()
 
     def extents(self, unit: int) -> list[Extent]:
-        return [Extent(0, self._part(unit, self.whole[unit]))]
+        return self._memory_extents(unit)
 
-    def image(self, unit: int) -> torch.Tensor:
-        return self._part(unit, whole=True)
+    def _memory_extents(self, unit: int) -> list[Extent]:
+        low, high = self._bounds(unit, self.whole[unit])
+        base = 0 if self.whole[unit] else self.rank * self.layouts[unit].shard_nbytes(self.plan.group_size)
+        return [Extent(low - base, self._part(unit, low, high))] if low < high else []
 
-    def private_image(self, unit: int) -> torch.Tensor:
+    def view(self, unit: int, tensor: int) -> torch.Tensor | None:
+        place = self.layouts[unit].tensors[tensor]
+        return tensor_view(self._part(unit, place.offset, place.offset + place.nbytes), place, base=place.offset)
+
+    def private_view(self, unit: int, tensor: int) -> torch.Tensor | None:
         if self._private is None:
             # Copy-on-write: ranks go on sharing the pages that none of them writes to. One mapping for all images,
             # since each takes a file descriptor.
             assert self._fd is not None
             self._private = mmap.mmap(self._fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        count = self.layouts[unit].padded_nbytes(1)
-        return torch.frombuffer(self._private, dtype=torch.uint8, offset=self._offsets[unit], count=count)
+        place = self.layouts[unit].tensors[tensor]
+        offset = self._offsets[unit] + place.offset - self.layouts[unit].memory_offset
+        image = torch.frombuffer(self._private, dtype=torch.uint8, offset=offset, count=place.nbytes)
+        return tensor_view(image, place, base=place.offset)
+
+    def writes(self, unit: int) -> bool:
+        return self.layouts[unit].memory_nbytes(self.plan.group_size) > 0
 
     def write(self, unit: int, tensors: Sequence[torch.Tensor]) -> None:
-        shard = self.layouts[unit].shard_nbytes(self.plan.group_size)
-        copy_range(self.layouts[unit], tensors, self.rank * shard, self._part(unit, whole=False))
+        low, high = self._bounds(unit, whole=False)
+        if low < high:
+            copy_range(self.layouts[unit], tensors, low, self._part(unit, low, high))
 
     def close(self) -> None:
         self._registrations.close()
@@ -131,19 +152,19 @@ class PackedStore(HostStore):
 
     def _reserve(self, mapping: mmap.mmap, unit: int) -> None:
         """Has this rank's shard of a unit in memory, as an error where there is none left."""
-        if sys.platform != "linux":
-            return  # one rank, and memory comes as it is written to
-        shard = self.layouts[unit].shard_nbytes(self.plan.group_size)
-        start = self._offsets[unit] + self.rank * shard
+        low, high = self._bounds(unit, whole=False)
+        if sys.platform != "linux" or low >= high:
+            return  # not Linux: one rank, and memory comes as it is written to
+        start, nbytes = self._offsets[unit] + low - self.layouts[unit].memory_offset, high - low
         page = start // mmap.PAGESIZE * mmap.PAGESIZE
         try:
-            mapping.madvise(_MADV_POPULATE_WRITE, page, start + shard - page)
+            mapping.madvise(_MADV_POPULATE_WRITE, page, start + nbytes - page)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 self._refuse(error)
             try:
                 assert self._fd is not None
-                os.posix_fallocate(self._fd, start, shard)  # kernels before 5.14; in small pages
+                os.posix_fallocate(self._fd, start, nbytes)  # kernels before 5.14; in small pages
             except OSError as older:
                 self._refuse(older)
 
@@ -154,9 +175,14 @@ class PackedStore(HostStore):
             f"({error.strerror}). Free host memory or raise the container's limit."
         ) from error
 
-    def _part(self, unit: int, whole: bool) -> torch.Tensor:
-        layout, start = self.layouts[unit], self._offsets[unit]
-        if whole:
-            return self._memory[start : start + layout.padded_nbytes(1)]
-        shard = layout.shard_nbytes(self.plan.group_size)
-        return self._memory[start + self.rank * shard : start + (self.rank + 1) * shard]
+    def _bounds(self, unit: int, whole: bool) -> tuple[int, int]:
+        """The bytes of a unit's image that are in memory; of this rank's shard, unless `whole`."""
+        layout, size = self.layouts[unit], self.plan.group_size
+        shard = layout.shard_nbytes(size)
+        low, high = (0, layout.padded_nbytes(1)) if whole else (self.rank * shard, (self.rank + 1) * shard)
+        return max(low, layout.memory_offset), min(high, layout.memory_offset + layout.memory_nbytes(size))
+
+    def _part(self, unit: int, low: int, high: int) -> torch.Tensor:
+        """Bytes `[low, high)` of a unit's image, which are in memory."""
+        start = self._offsets[unit] - self.layouts[unit].memory_offset
+        return self._memory[start + low : start + high]

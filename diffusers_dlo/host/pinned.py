@@ -12,7 +12,7 @@ import torch
 
 from ..device.platform import Platform
 from ..offload_plan import OffloadPlan
-from .store import Extent, HostStore, copy_range
+from .store import Extent, HostStore, copy_range, tensor_view
 
 
 _CHUNK_NBYTES = 256 << 20
@@ -23,8 +23,6 @@ class PinnedStore(HostStore):
     """
     This rank's part of the weights in page-locked chunks; a part may straddle two chunks, and is then two extents.
     """
-
-    kind = "pinned"
 
     def __init__(self, plan: OffloadPlan, rank: int, platform: Platform) -> None:
         super().__init__(plan, rank)
@@ -38,6 +36,10 @@ class PinnedStore(HostStore):
             self._chunks.append(platform.pinned_empty(min(_CHUNK_NBYTES, end - start)))
 
     @property
+    def kind(self) -> str:
+        return "pinned"
+
+    @property
     def private_nbytes(self) -> int:
         return sum(chunk.numel() for chunk in self._chunks)
 
@@ -47,25 +49,34 @@ class PinnedStore(HostStore):
 
     def extents(self, unit: int) -> list[Extent]:
         start, layout = self._starts[unit], self.layouts[unit]
-        stop = start + (layout.padded_nbytes(1) if self.whole[unit] else layout.shard_nbytes(self.plan.group_size))
+        nbytes = layout.padded_nbytes(1) if self.whole[unit] else layout.shard_nbytes(self.plan.group_size)
+        return [Extent(at - start, source) for at, source in self._pieces(start, start + nbytes)]
+
+    def is_whole(self, unit: int) -> bool:
+        return self.whole[unit] or self.plan.group_size == 1
+
+    def view(self, unit: int, tensor: int) -> torch.Tensor | None:
+        if not self.is_whole(unit):
+            return None
+        place = self.layouts[unit].tensors[tensor]
+        start = self._starts[unit] + place.offset
+        pieces = [source for _, source in self._pieces(start, start + place.nbytes)]
+        return tensor_view(pieces[0] if len(pieces) == 1 else torch.cat(pieces), place, base=place.offset)
+
+    def private_view(self, unit: int, tensor: int) -> torch.Tensor | None:
+        view = self.view(unit, tensor)
+        # A copy: the chunks are page-locked, and go back only if nothing points into them.
+        return None if view is None else view.clone()
+
+    def _pieces(self, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
+        """Bytes `[start, stop)` of all chunks laid end to end, cut where chunks end; each with its position."""
         found, position = [], start
         while position < stop:
             chunk, offset = divmod(position, _CHUNK_NBYTES)
             count = min(stop - position, _CHUNK_NBYTES - offset)
-            found.append(Extent(position - start, self._chunks[chunk][offset : offset + count]))
+            found.append((position, self._chunks[chunk][offset : offset + count]))
             position += count
         return found
-
-    def image(self, unit: int) -> torch.Tensor | None:
-        if not self.whole[unit] and self.plan.group_size > 1:
-            return None
-        extents = self.extents(unit)
-        return extents[0].source if len(extents) == 1 else torch.cat([extent.source for extent in extents])
-
-    def private_image(self, unit: int) -> torch.Tensor | None:
-        image = self.image(unit)
-        # A copy: the chunks are page-locked, and go back block by block only if nothing points into them.
-        return None if image is None else image.clone()
 
     def write(self, unit: int, tensors: Sequence[torch.Tensor]) -> None:
         layout = self.layouts[unit]

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from ..offload_plan import BlockLayout, OffloadPlan, TensorLayout
-from ..tensor_utils import flat_bytes, typed_view
+from ..block_layout import BlockLayout, TensorLayout
+from ..offload_plan import OffloadPlan
+from ..tensor_utils import copy_bytes, typed_view
 
 
 class Extent(NamedTuple):
@@ -33,13 +34,16 @@ class HostStore(ABC):
         rank (`int`): this rank's index in its group.
     """
 
-    kind: str
-
     def __init__(self, plan: OffloadPlan, rank: int) -> None:
         self.plan = plan
         self.rank = rank
         self.layouts: list[BlockLayout] = [unit for _, unit in plan.units]
         self.whole: list[bool] = [plan.whole_on_rank(component, unit) for component, unit in plan.units]
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """Its name: `"mapped"`, `"packed"`, `"pinned"`; joined by `+` where it is of several kinds."""
 
     @property
     @abstractmethod
@@ -51,19 +55,22 @@ class HostStore(ABC):
     def shared_nbytes(self) -> int:
         """Host bytes that all ranks of the group share, counted once."""
 
+    @property
+    def files_nbytes(self) -> int:
+        """Bytes of `shared_nbytes` that lie in files, and so in the page cache."""
+        return 0
+
     @abstractmethod
     def extents(self, unit: int) -> list[Extent]:
-        """What this rank copies to the device for a unit: its shard, or the whole of it where the plan says so."""
+        """What this rank copies to the device for a unit: of its shard, or of the whole where the plan says so."""
 
     @abstractmethod
-    def image(self, unit: int) -> torch.Tensor | None:
-        """A unit's whole image, `(padded nbytes,)` of `uint8`, for reading only; None where this rank has a shard."""
+    def view(self, unit: int, tensor: int) -> torch.Tensor | None:
+        """One tensor of a unit, for reading only; None where this rank has only a shard of the unit."""
 
     @abstractmethod
-    def private_image(self, unit: int) -> torch.Tensor | None:
-        """
-        As `image`, but the caller, who asks once, may keep it after `close`, and only this rank sees what is written.
-        """
+    def private_view(self, unit: int, tensor: int) -> torch.Tensor | None:
+        """As `view`, but the caller may keep it after `close`, and only this rank sees what is written to it."""
 
     @abstractmethod
     def write(self, unit: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -73,21 +80,41 @@ class HostStore(ABC):
     def close(self) -> None:
         """Gives back memory and registrations. Idempotent."""
 
-    def view(self, unit: int, tensor: TensorLayout) -> torch.Tensor | None:
-        """One tensor of a unit, for reading only; None where this rank has only a shard."""
-        image = self.image(unit)
-        return None if image is None else tensor_view(image, tensor)
+    def writes(self, unit: int) -> bool:
+        """Whether there is anything to write for a unit: the same on all ranks."""
+        return True
+
+    def is_whole(self, unit: int) -> bool:
+        """Whether this rank can read all of a unit once all ranks have written it."""
+        return True
+
+    def check(self) -> None:  # noqa: B027
+        """
+        Makes sure that the bytes are still those that were stored; called before each pass.
+
+        Raises:
+            `RuntimeError`: they changed, or may have; the message names the culprit.
+        """
+
+    def check_readable(self) -> None:  # noqa: B027
+        """
+        As `check`, for reading values: what was only replaced by something else is still here to be read.
+        """
 
 
-def tensor_view(image: torch.Tensor, tensor: TensorLayout) -> torch.Tensor:
-    """The tensor that a layout describes, as a view of an image that begins at its block's offset 0."""
-    return typed_view(image, tensor.offset, tensor.nbytes, getattr(torch, tensor.dtype), tensor.shape, tensor.stride)
+def tensor_view(image: torch.Tensor, tensor: TensorLayout, base: int = 0) -> torch.Tensor:
+    """The tensor that a layout describes, as a view of bytes that begin at byte `base` of its block's image."""
+    dtype = getattr(torch, tensor.dtype)
+    return typed_view(image, tensor.offset - base, tensor.nbytes, dtype, tensor.shape, tensor.stride)
 
 
 def copy_range(layout: BlockLayout, tensors: Sequence[torch.Tensor], start: int, out: torch.Tensor) -> None:
-    """Copies bytes `[start, start + len(out))` of a block's image, made up of `tensors`, into `out` on the host."""
+    """
+    Copies bytes `[start, start + len(out))` of a block's image, made up of `tensors`, into `out` on the host; of those
+    tensors whose place in the image lies there.
+    """
     stop = start + out.numel()
     for place, tensor in zip(layout.tensors, tensors):
         low, high = max(start, place.offset), min(stop, place.offset + place.nbytes)
         if low < high:
-            out[low - start : high - start].copy_(flat_bytes(tensor)[low - place.offset : high - place.offset])
+            copy_bytes(tensor, low - place.offset, out[low - start : high - start])

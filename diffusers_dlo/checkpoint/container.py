@@ -1,0 +1,185 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns the layout of the safetensors files that this package writes: tensors in the order of blocks, so that a block is a
+run of the file. Must not know where a file comes to lie, nor who else writes to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..tensor_utils import copy_bytes, run_dtype
+from .mapped import FileRange
+
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The names that safetensors has for dtypes; those that are left out here are rare in models."""
+_ALIGNED = 256
+"""Sizes that are a multiple of this leave what follows them aligned for the device."""
+_DATA_ALIGNMENT = 4096
+"""Where the tensors begin in a file: on a page."""
+_PIECE_NBYTES = 16 << 20
+"""What is copied at a time: a private copy of no more than this exists."""
+_CHUNKS, _CHUNK_NBYTES = 256, 64 << 20
+"""A file's content is digested in chunks of 64 MiB or more, at most so many: ranks share them out."""
+
+
+class Entry(NamedTuple):
+    """A tensor and the name it is to have; what is written are its bytes in the order they lie in memory."""
+
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes after pending casts."""
+        return self.tensor.numel() * run_dtype(self.tensor).itemsize
+
+
+def is_storable(tensor: torch.Tensor) -> bool:
+    """Whether safetensors has a name for the dtype of a tensor."""
+    return run_dtype(tensor) in _DTYPES
+
+
+class Container:
+    """
+    One safetensors file, laid out.
+
+    Args:
+        groups (`Sequence[Sequence[Entry]]`): the tensors of each block, in streaming order. Those whose size would
+            leave their successors unaligned come after all others.
+        metadata (`Mapping[str, str]`): goes into the file's header.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Entry]], metadata: Mapping[str, str]) -> None:
+        every = [entry for group in groups for entry in group]
+        odd = [entry for entry in every if entry.nbytes % _ALIGNED]
+        # Larger items first: the item size of a tensor divides where it begins.
+        odd.sort(key=lambda entry: -run_dtype(entry.tensor).itemsize)
+        self.entries = [entry for entry in every if entry.nbytes % _ALIGNED == 0] + odd
+        self._metadata = dict(metadata)
+        starts, end = [], 0
+        for entry in self.entries:
+            starts.append(end)
+            end += entry.nbytes
+        self._starts, self._data_nbytes = starts, end
+        self.header = self._make_header(self._metadata)
+        self.nbytes = len(self.header) + end
+
+    def _make_header(self, metadata: Mapping[str, str]) -> bytes:
+        described: dict[str, object] = {"__metadata__": dict(metadata)}
+        for entry, start in zip(self.entries, self._starts):
+            described[entry.name] = {
+                "dtype": _DTYPES[run_dtype(entry.tensor)],
+                "shape": _memory_shape(entry.tensor),
+                "data_offsets": [start, start + entry.nbytes],
+            }
+        text = json.dumps(described, separators=(",", ":")).encode()
+        nbytes = -(-(8 + len(text)) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT - 8
+        return nbytes.to_bytes(8, "little") + text.ljust(nbytes)
+
+    def places(self, path: str) -> dict[str, FileRange]:
+        """Where each tensor lies in the file, once it is at `path`."""
+        return {
+            entry.name: FileRange(path, len(self.header) + start, entry.nbytes)
+            for entry, start in zip(self.entries, self._starts)
+        }
+
+    def write_share(self, fd: int, rank: int, size: int, done: Callable[[int], object]) -> None:
+        """Writes part `rank` of `size` of each tensor to an open file; `done` hears of bytes as they are written."""
+        buffer = torch.empty(_PIECE_NBYTES, dtype=torch.uint8)
+        for entry, start in zip(self.entries, self._starts):
+            low, high = (entry.nbytes * part // size for part in (rank, rank + 1))
+            for begin in range(low, high, _PIECE_NBYTES):
+                piece = buffer[: min(_PIECE_NBYTES, high - begin)]
+                copy_bytes(entry.tensor, begin, piece)
+                _write(fd, piece.numpy().data, len(self.header) + start + begin)
+                done(piece.numel())
+
+    def write_header(self, fd: int, **metadata: str) -> None:
+        """
+        Writes the header, with values in place of those that the metadata had so far; of the same lengths, so that
+        nothing moves.
+        """
+        header = self._make_header({**self._metadata, **metadata})
+        assert len(header) == len(self.header)
+        _write(fd, memoryview(header), 0)
+
+
+def _memory_shape(tensor: torch.Tensor) -> list[int]:
+    """The shape of a dense tensor's bytes as they lie in memory: its own if it is contiguous."""
+    order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)
+    return [tensor.shape[dim] for dim in (range(tensor.dim()) if tensor.is_contiguous() else order)]
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def chunk_digests(
+    fd: int, start: int, rank: int, size: int, done: Callable[[int], object]
+) -> Iterator[tuple[int, str]]:
+    """Number and SHA-256 of every `size`-th chunk, from number `rank`, of an open file from byte `start` on."""
+    total = os.fstat(fd).st_size - start
+    nbytes = max(_CHUNK_NBYTES, -(-total // _CHUNKS))
+    buffer = memoryview(bytearray(_PIECE_NBYTES))
+    for number in range(rank, -(-total // nbytes), size):
+        digest = hashlib.sha256()
+        position, stop = start + number * nbytes, start + min((number + 1) * nbytes, total)
+        while position < stop:
+            count = os.preadv(fd, [buffer[: min(_PIECE_NBYTES, stop - position)]], position)
+            if not count:
+                raise OSError("it ends early")
+            digest.update(buffer[:count])
+            position += count
+            done(count)
+        yield number, digest.hexdigest()
+
+
+def content_digest(chunks: Mapping[int, str]) -> str:
+    """The digest of a file's content from those of all its chunks, by number."""
+    return hashlib.sha256(" ".join(chunks[number] for number in sorted(chunks)).encode()).hexdigest()
+
+
+def read_header(fd: int) -> tuple[dict[str, str], dict[str, tuple[int, int]], int]:
+    """
+    The metadata of an open safetensors file, each tensor's place in it (offset and bytes), and where its tensors
+    begin.
+
+    Raises:
+        `ValueError`: it is not such a file.
+    """
+    size = os.fstat(fd).st_size
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    if not 0 < length <= size - 8:
+        raise ValueError(f"its header claims {length} bytes, and the file has {size}")
+    described = json.loads(os.pread(fd, length, 8))
+    metadata = described.pop("__metadata__", {})
+    places = {}
+    for name, item in described.items():
+        start, stop = item["data_offsets"]
+        if not 0 <= start <= stop <= size - 8 - length:
+            raise ValueError(f"'{name}' would lie outside of it")
+        places[name] = (8 + length + start, stop - start)
+    return metadata, places, 8 + length

@@ -1,0 +1,217 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns the mapped store: the page cache of the checkpoint's own files, shared by all ranks of the host, page-locked
+where this rank copies from it. Must not write to a file, nor read more of it than this rank needs.
+
+[Note: Changed files]
+    Weights that stay in a file are only as good as the file. Its size and time of change are noted when it is opened
+    and compared before each pass and before values are read, so a file that is written to, cut off or replaced is an
+    error and not a picture. What is already page-locked could still be copied; it is refused all the same, because
+    another rank, or the next start, would compute something else. A file that another one took the place of (renamed
+    over it) is still whole in memory, so its values can be read and given back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple, NoReturn
+
+import torch
+from diffusers.utils import logging
+
+from ..checkpoint.mapped import FileRange, map_read_only
+from ..checkpoint.read_ahead import read_ahead
+from ..device.platform import Platform
+from ..offload_plan import OffloadPlan
+from .packed import PackedStore
+from .store import Extent, tensor_view
+
+
+logger = logging.get_logger(__name__)
+
+
+class FileStamp(NamedTuple):
+    """What tells that a file is still the same, with the same content."""
+
+    device: int
+    inode: int
+    nbytes: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, file: str | int) -> FileStamp:
+        """The stamp of a path or an open file, or an `OSError`."""
+        status = os.stat(file)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class MappedFile:
+    """
+    One file that weights are copied from.
+
+    Attributes:
+        content (`torch.Tensor`): its bytes, mapped for reading only: a write would end the process. For copies to the
+            device.
+        values (`torch.Tensor`): the same, mapped so that what is written stays in this process. For users.
+    """
+
+    def __init__(self, path: str, expected: FileStamp) -> None:
+        self.path = path
+        self._fd = -1
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._stamp = FileStamp.of(self._fd)
+            if self._stamp != expected:
+                raise RuntimeError(f"'{path}' was changed while the offload was being enabled; load the model again.")
+            self.content = map_read_only(self._fd)
+            # By way of the open file, not the path, which may name another file by now. Holds no descriptor.
+            storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._fd}", False, self._stamp.nbytes)
+            self.values = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+        except OSError as error:
+            self.close()
+            raise RuntimeError(f"'{path}' cannot be mapped ({error.strerror or error}).") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """
+        Raises if the file is not what it was ([Note: Changed files]).
+
+        Raises:
+            `RuntimeError`: naming the file and what happened to it.
+        """
+        try:
+            now = FileStamp.of(self.path)
+        except OSError as error:
+            self._refuse(f"cannot be found any more ({error.strerror})")
+        if (now.device, now.inode) != (self._stamp.device, self._stamp.inode):
+            self._refuse("has been replaced by another file")
+        self.check_content()
+
+    def check_content(self) -> None:
+        """As `check`, of the file that was opened, wherever it is now."""
+        now = FileStamp.of(self._fd)
+        if now.nbytes != self._stamp.nbytes:
+            self._refuse(f"had {self._stamp.nbytes} bytes and has {now.nbytes} now")
+        if now.changed_ns != self._stamp.changed_ns:
+            self._refuse("has been written to or touched")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"'{self.path}' {what}, and the weights stream from it. Load the model again and enable the offload anew; "
+            'host="packed" keeps a copy that does not depend on the file.'
+        )
+
+    def close(self) -> None:
+        """Lets go of the mappings. Idempotent; tensors that still show the file keep what they need."""
+        self.content = self.values = torch.empty(0, dtype=torch.uint8)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class MappedStore(PackedStore):
+    """
+    Weights in the files that they were loaded from; those that are in no file (cast, computed, changed) in shared
+    memory, as in the packed store.
+
+    Args:
+        stamps (`Mapping[str, FileStamp]`): every file of the plan, as all ranks saw it.
+
+    Raises:
+        `RuntimeError`: a file is not to be had or has changed, or the driver does not page-lock it.
+    """
+
+    def __init__(
+        self, plan: OffloadPlan, rank: int, platform: Platform, fd: int | None, stamps: Mapping[str, FileStamp]
+    ) -> None:
+        self._files: dict[str, MappedFile] = {}
+        self._leaves_ready: set[int] = set()
+        super().__init__(plan, rank, platform, fd)
+        try:
+            for path in plan.files:
+                self._files[path] = MappedFile(path, stamps[path])
+            blocks = [unit for unit, layout in enumerate(self.layouts) if not layout.is_leaf]
+            self._lock([piece for unit in blocks for piece in self._pieces(unit)], show=rank == 0)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def kind(self) -> str:
+        return "mapped+packed" if self._memory.numel() else "mapped"
+
+    @property
+    def shared_nbytes(self) -> int:
+        return self.files_nbytes + super().shared_nbytes
+
+    @property
+    def files_nbytes(self) -> int:
+        return sum(run.nbytes for layout in self.layouts for run in layout.runs)
+
+    def extents(self, unit: int) -> list[Extent]:
+        if self.layouts[unit].is_leaf:
+            self._ready_leaf(unit)
+        found = []
+        for offset, place in self._pieces(unit):
+            for source in self._registrations.split(self._files[place.path].content[place.offset :][: place.nbytes]):
+                found.append(Extent(offset, source))
+                offset += source.numel()
+        return found + self._memory_extents(unit)
+
+    def view(self, unit: int, tensor: int) -> torch.Tensor | None:
+        place = self.layouts[unit].tensors[tensor]
+        if place.file is None:
+            return super().view(unit, tensor)
+        values = self._files[place.file.path].values[place.file.offset :][: place.nbytes]
+        if values.data_ptr() % getattr(torch, place.dtype).itemsize:
+            values = values.clone()  # a tensor of the file that no processor could read in place
+        return tensor_view(values, place, base=place.offset)
+
+    def private_view(self, unit: int, tensor: int) -> torch.Tensor | None:
+        in_file = self.layouts[unit].tensors[tensor].file is not None
+        return self.view(unit, tensor) if in_file else super().private_view(unit, tensor)
+
+    def check(self) -> None:
+        for file in self._files.values():
+            file.check()
+
+    def check_readable(self) -> None:
+        for file in self._files.values():
+            file.check_content()
+
+    def close(self) -> None:
+        super().close()
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def _pieces(self, unit: int) -> list[tuple[int, FileRange]]:
+        """What this rank copies of a unit from files, each with its place in what is fetched."""
+        layout, size = self.layouts[unit], self.plan.group_size
+        shard = layout.shard_nbytes(size)
+        low, high = (0, layout.nbytes) if self.whole[unit] else (self.rank * shard, (self.rank + 1) * shard)
+        found = []
+        for run in layout.runs:
+            start, stop = max(low, run.offset), min(high, run.offset + run.nbytes)
+            if start < stop:
+                place = FileRange(run.path, run.file_offset + start - run.offset, stop - start)
+                found.append((start - low, place))
+        return found
+
+    def _lock(self, pieces: list[tuple[int, FileRange]], show: bool) -> None:
+        """Has parts of files in memory, read in large blocks if they are not, and page-locks them."""
+        places = [place for _, place in pieces]
+        read_ahead(places, show=show)
+        self._registrations.add(self._files[p.path].content[p.offset : p.offset + p.nbytes] for p in places)
+
+    def _ready_leaf(self, unit: int) -> None:
+        """At the first use of a leaf: one that is never called is neither read nor locked."""
+        if unit in self._leaves_ready:
+            return
+        self._leaves_ready.add(unit)
+        try:
+            self._lock(self._pieces(unit), show=False)
+        except RuntimeError as error:
+            logger.warning(f"'{self.layouts[unit].name}' is copied from pageable memory, which is slower ({error})")

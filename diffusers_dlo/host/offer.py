@@ -1,0 +1,144 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns whether weights can stay in the files they lie in: what one rank can offer, and the order in which kinds of host
+store are tried once all have said it. Must not open or map anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from diffusers.utils import logging
+
+from ..checkpoint.mapped import FileRange, Located
+from ..comparison import digest_of
+from ..device.platform import Platform
+from ..offload_plan import OffloadPlan
+from ..tensor_utils import OwnedTensor, nbytes_of, pending_casts
+from .mapped import FileStamp
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """
+    The weights of one rank as they lie in files.
+
+    Attributes:
+        plan (`OffloadPlan`, *optional*): the plan of a mapped store; None where no weight can stay where it is.
+        stamps (`dict[str, FileStamp]`): the files of that plan.
+        loose (`float`): the part of the weights' bytes that would not be in files, 0 to 1.
+        reason (`str`): why that is so.
+    """
+
+    plan: OffloadPlan | None
+    stamps: dict[str, FileStamp]
+    loose: float
+    reason: str
+
+    @property
+    def digest(self) -> str | None:
+        """Equal on two ranks if they can share a mapped store."""
+        if self.plan is None:
+            return None
+        return digest_of([*self.plan.summary_lines(), *(f"{path} {stamp}" for path, stamp in self.stamps.items())])
+
+
+def offer_mapped(
+    build: Callable[[Mapping[int, FileRange]], OffloadPlan],
+    owned: Sequence[Sequence[OwnedTensor]],
+    ranges: Mapping[int, FileRange],
+    reason: str,
+) -> Offer:
+    """
+    What this rank can offer.
+
+    Args:
+        build (`Callable`): makes the plan of a mapped store, from the file ranges of tensors by id.
+        owned (`Sequence[Sequence[OwnedTensor]]`): the tensors of each unit.
+        ranges (`Mapping[int, FileRange]`): where they lie in files as they are to be used, by id.
+        reason (`str`): why others do not.
+
+    Raises:
+        `RuntimeError`: a file is gone.
+    """
+    sizes = {id(item.tensor): nbytes_of([item]) for unit in owned for item in unit}
+    usable = {key: ranges[key] for key in sizes if key in ranges}
+    loose = 1 - sum(sizes[key] for key in usable) / sum(sizes.values())
+    if not usable:
+        return Offer(None, {}, loose, reason)
+    plan = build(usable)
+    return Offer(plan, {path: stamp_of(path) for path in plan.files}, loose, reason)
+
+
+def usable_ranges(located: Located, owned: Sequence[Sequence[OwnedTensor]]) -> tuple[dict[int, FileRange], str]:
+    """
+    Where tensors lie in files as they are to be used, and why the others do not: one that is still to be cast does
+    not.
+    """
+    cast = {id(item.tensor) for unit in owned for item in unit if pending_casts(item.tensor)}
+    reason = "they are cast to another dtype than their file has" if cast else located.main_reason
+    return {key: place for key, place in located.ranges.items() if key not in cast}, reason
+
+
+def files_digest(located: Located, owned: Sequence[Sequence[OwnedTensor]]) -> str:
+    """Equal on two ranks if all weights that lie in files lie in the same places of the same files."""
+    places = [located.ranges.get(id(item.tensor)) for unit in owned for item in unit]
+    stamps = {place.path: stamp_of(place.path) for place in places if place is not None}
+    return digest_of([*map(str, places), *map(str, sorted(stamps.items()))])
+
+
+def stamp_of(path: str) -> FileStamp:
+    """
+    The stamp of a file.
+
+    Raises:
+        `RuntimeError`: it is not to be had.
+    """
+    try:
+        return FileStamp.of(path)
+    except OSError as error:
+        raise RuntimeError(
+            f"'{path}', from which weights were loaded, is not to be had ({error.strerror})."
+        ) from error
+
+
+def rank_plans(
+    kind: str, plan: OffloadPlan, offer: Offer, digests: Sequence[str | None], platform: Platform
+) -> list[OffloadPlan]:
+    """
+    The plans to try, in order, for a `host` option; the same on all ranks.
+
+    Args:
+        plan (`OffloadPlan`): that of a store which needs no files.
+        offer (`Offer`): this rank's.
+        digests (`Sequence[str | None]`): what `Offer.digest` is on each rank.
+
+    Raises:
+        `RuntimeError`: `host="mapped"` and no weight can stay in its file, with the reason.
+    """
+    if kind in ("packed", "pinned"):
+        return [plan]
+    reason = None
+    if not platform.registers_host_memory:
+        reason = f"'{platform.device.type}' devices cannot copy from memory that they did not allocate"
+    elif None in digests:
+        here = offer.plan is None
+        reason = offer.reason if here else f"on rank {digests.index(None)} no weights are views of files"
+    elif len(set(digests)) > 1:
+        reason = "the ranks loaded them from different files"
+    if reason is None:
+        assert offer.plan is not None
+        others = [] if kind == "mapped" else [replace(plan, host="packed"), replace(plan, host="pinned")]
+        return [offer.plan, *others]
+    if kind == "mapped":
+        raise RuntimeError(
+            f'host="mapped" needs weights that are views of safetensors files, and no weights here are: {reason}. '
+            "Load safetensors with from_pretrained in the dtype of the file, write them in the wanted dtype with "
+            '`diffusers-dlo pack`, or use host="packed".'
+        )
+    logger.info(f"The weights do not stay in their files ({reason}); they are copied into one shared copy per host")
+    return [replace(plan, host="packed"), replace(plan, host="pinned")]
