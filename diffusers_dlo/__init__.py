@@ -16,6 +16,8 @@ from .api import (
 )
 from .block_discovery import get_blocks_attr_names, get_blocks_from_dit, set_blocks_attr_names
 from .block_layout import BlockLayout
+from .checkpoint.loading import mapped_loading
+from .checkpoint.remap import load_mapped_checkpoint, supports_mmap_loading
 from .config import DistributedLayerwiseOffloadConfig
 from .offload_plan import OffloadPlan, plan_distributed_layerwise_offload
 from .pipeline_mixin import DistributedLayerwiseOffloadMixin, install
@@ -37,7 +39,10 @@ __all__ = [
     "get_blocks_from_dit",
     "host_view",
     "is_distributed_layerwise_offload_enabled",
+    "load_mapped_checkpoint",
+    "mapped_loading",
     "plan_distributed_layerwise_offload",
     "remove_distributed_layerwise_offload",
     "set_blocks_attr_names",
+    "supports_mmap_loading",
 ]

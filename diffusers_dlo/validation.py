@@ -115,7 +115,7 @@ def _refuse_meta(module: nn.Module, name: str) -> None:
         if tensor.is_meta:
             raise RuntimeError(
                 f"'{path}' of '{name}' has no values (it is on the meta device). Load it from safetensors with "
-                "from_pretrained before enabling."
+                "from_pretrained, or with load_mapped_checkpoint, before enabling."
             )
 
 

@@ -162,7 +162,7 @@ def nothing_left_behind() -> Iterator[None]:
 
     before = open_files()
     yield
-    assert not {item for item in open_files() - before if "/dev/" not in item[1]}
+    assert not open_files() - before
     assert not [thread for thread in threading.enumerate() if "read_ahead" in thread.name]
 
 
@@ -182,7 +182,8 @@ class TestPageCache:
     @up_to_three_times
     def test_reads_nothing_the_second_time(self, tmp_path: Path, reads: list[Read], bars: list[dict]) -> None:
         path = cold_file(tmp_path / "weights", 20 * MIB + 777)
-        reads.clear(), bars.clear()
+        reads.clear()
+        bars.clear()
         whole = [FileRange(str(path), 0, 20 * MIB + 777)]
         assert read_ahead(whole) == 20 * MIB + 777
         assert cached_pages(path, 0, 20 * MIB + 777) == 20 * MIB // mmap.PAGESIZE + 1
@@ -307,7 +308,8 @@ class TestReads:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         far, near = tmp_path / "far", tmp_path / "near"
-        far.mkdir(), near.mkdir()
+        far.mkdir()
+        near.mkdir()
         mounts = tmp_path / "mounts"
         mounts.write_text(f"27 1 254:0 / / rw - ext4 /dev/vda rw\n31 27 0:50 / {far} rw - nfs4 server:/models rw\n")
         plain = builtins.open
@@ -385,11 +387,14 @@ def terminal() -> Iterator[list[str]]:
     written: list[str] = []
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    os.set_blocking(ours, False)
-    with open(theirs, "w") as stream, open(ours, "rb", buffering=0) as output:
-        with contextlib.redirect_stderr(stream):
+    with open(ours, "rb", buffering=0) as output:
+        with open(theirs, "w") as stream, contextlib.redirect_stderr(stream):
             yield written
-        written.append((output.read(65536) or b"").decode())
+        shown = b""
+        with contextlib.suppress(OSError):  # how a terminal says that there is no more
+            while piece := output.read(65536):
+                shown += piece
+        written.append(shown.decode())
 
 
 @pytest.mark.usefixtures("all_cold")
@@ -404,7 +409,9 @@ class TestBar:
         with terminal() as written:
             assert read_ahead(slowly_read, show=True, threads=1) == 5 * CHUNK
         shown = written[0]
-        assert re.search(r"Reading weights: +\d+%.* (16\.8|25\.2|33\.6)M/41\.9M \[.*, +[\d.]+MB/s\]", shown), shown
+        assert re.search(r"Reading weights: +\d+%.* (8\.39|16\.8|25\.2|33\.6)M/41\.9M \[.*, +[\d.]+MB/s\]", shown), (
+            shown
+        )
         assert shown.endswith("\r") and shown.split("\r")[-2].strip() == ""
 
     def test_shows_nothing_unasked(self, slowly_read: list[FileRange]) -> None:

@@ -33,8 +33,9 @@ from ..comparison import digest_of, sample
 from ..distributed.group import OffloadGroup
 from ..offload_plan import OffloadPlan
 from ..tensor_utils import OwnedTensor, copy_bytes, flat_bytes, pending_casts
-from .container import Container, Entry, chunk_digests, content_digest, is_storable, read_header
+from .container import Container, Entry, chunk_digests, content_digest, is_storable
 from .mapped import FileRange, Located
+from .safetensors_file import StoredTensor, read_header
 
 
 logger = logging.get_logger(__name__)
@@ -141,72 +142,55 @@ class WeightCache:
 
     def _is_there(self, key: str) -> bool:
         """Whether a complete and undamaged file of this key is there. One that is neither is taken away."""
-        said: dict[str, Any] = {"there": False, "chunks": {}}
+        said: dict[str, Any] = {"chunks": {}}
         with self._group.agreement("enable: cache: look", said) as replies:
-            with ExitStack() as closing:
-                fd = self._open_existing(closing)
-                if fd is not None:
-                    known, start, expected = self._read_existing(fd, key)
-                    said["there"] = known
-                    if known and expected is not None:
-                        with self._bar("Checking the cache", os.fstat(fd).st_size) as bar:
-                            share = chunk_digests(fd, start, self._group.rank, self._group.size, bar.update)
-                            said |= {"chunks": dict(share), "expected": expected}
-        if not any(reply["there"] for reply in replies):
+            said["exists"] = os.path.lexists(self._path)
+            said["known"], expected = self._look(key) if said["exists"] else (False, None)
+            if expected is not None:
+                said |= {"expected": expected, "chunks": self._digest_share()}
+        if not any(reply["exists"] for reply in replies):
             return False
         chunks = {int(number): digest for reply in replies for number, digest in reply["chunks"].items()}
         digests = {reply["expected"] for reply in replies if "expected" in reply}
-        if all(reply["there"] for reply in replies) and digests <= {content_digest(chunks)}:
+        if all(reply["known"] for reply in replies) and digests <= {content_digest(chunks)}:
             return True
         logger.warning(f"'{self._path}' is damaged, or was changed; it is written anew")
-        with self._group.agreement("enable: cache: take away"):
+        with self._agreement("take away"):
             if self._group.rank == 0:
                 _remove(self._path)
         return False
 
-    def _open_existing(self, closing: ExitStack) -> int | None:
-        try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise RuntimeError(f"'{self._path}' cannot be opened ({error.strerror}).") from error
-        closing.callback(os.close, fd)
-        return fd
-
-    def _read_existing(self, fd: int, key: str) -> tuple[bool, int, str | None]:
+    def _look(self, key: str) -> tuple[bool, str | None]:
         """
-        Whether an open file is that of `key`, where its tensors begin, and the digest that its content has to have; no
-        digest if it is as it was written.
+        Whether the file is one of `key`, as far as can be told without reading it all, and the digest that its content
+        has to have; no digest if it is as it was written.
         """
         try:
-            metadata, places, start = read_header(fd)
-            if metadata.get("key") != key or any(
-                places.get(entry.name, (0, -1))[1] != entry.nbytes for entry in self._entries
-            ):
-                return False, start, None
-            if not all(self._has_sample(fd, places[entry.name][0], entry) for entry in self._entries):
-                return False, start, None
-            unchanged = metadata["written_ns"] == str(os.fstat(fd).st_mtime_ns)
-            return True, start, None if unchanged else metadata["content"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning(f"'{self._path}' is not a cache of weights ({error})")
-            return False, 0, None
+            metadata, tensors, _ = read_header(self._path)
+        except RuntimeError as error:
+            logger.info(str(error))
+            return False, None
+        stored = {tensor.key: tensor for tensor in tensors}
+        expected = metadata.get("content", "")
+        if metadata.get("key") != key or any(entry.name not in stored for entry in self._entries):
+            return False, None
+        with open(self._path, "rb") as file:
+            if not all(_has_sample(file.fileno(), stored[entry.name], entry) for entry in self._entries):
+                return False, None
+            unchanged = metadata.get("written_ns") == str(os.fstat(file.fileno()).st_mtime_ns)
+        return True, None if unchanged else expected
 
-    def _has_sample(self, fd: int, offset: int, entry: Entry) -> bool:
-        """Whether a few bytes from the middle of a tensor are in the file."""
-        middle = entry.nbytes // 2
-        expected = torch.empty(min(_SAMPLE_NBYTES, entry.nbytes - middle), dtype=torch.uint8)
-        copy_bytes(entry.tensor, middle, expected)
-        return os.pread(fd, expected.numel(), offset + middle) == bytes(expected.tolist())
+    def _digest_share(self) -> dict[int, str]:
+        """The digests of this rank's share of the file's chunks."""
+        start = read_header(self._path).data_offset
+        with open(self._path, "rb") as file:
+            fd = file.fileno()
+            with self._bar("Checking the cache", os.fstat(fd).st_size - start) as bar:
+                return dict(chunk_digests(fd, start, self._group.rank, self._group.size, bar.update))
 
     def _places(self) -> dict[int, FileRange]:
-        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            places = read_header(fd)[1]
-        finally:
-            os.close(fd)
-        return {id(e.tensor): FileRange(self._path, places[e.name][0], e.nbytes) for e in self._entries}
+        stored = {tensor.key: tensor for tensor in read_header(self._path).tensors}
+        return {id(e.tensor): FileRange(self._path, stored[e.name].offset, e.nbytes) for e in self._entries}
 
     # Writing
 
@@ -306,6 +290,15 @@ class WeightCache:
             disable=None if self._group.rank == 0 else True,
             leave=False,
         )
+
+
+def _has_sample(fd: int, stored: StoredTensor, entry: Entry) -> bool:
+    """Whether a few bytes from the middle of a tensor are in an open file."""
+    middle = entry.nbytes // 2
+    expected = torch.empty(min(_SAMPLE_NBYTES, entry.nbytes - middle), dtype=torch.uint8)
+    copy_bytes(entry.tensor, middle, expected)
+    found = os.pread(fd, expected.numel(), stored.offset + middle)
+    return stored.nbytes == entry.nbytes and found == bytes(expected.tolist())
 
 
 def _remove(path: str) -> None:

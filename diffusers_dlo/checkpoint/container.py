@@ -16,23 +16,10 @@ import torch
 
 from ..tensor_utils import copy_bytes, run_dtype
 from .mapped import FileRange
+from .safetensors_file import DTYPES
 
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The names that safetensors has for dtypes; those that are left out here are rare in models."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNED = 256
 """Sizes that are a multiple of this leave what follows them aligned for the device."""
 _DATA_ALIGNMENT = 4096
@@ -57,7 +44,7 @@ class Entry(NamedTuple):
 
 def is_storable(tensor: torch.Tensor) -> bool:
     """Whether safetensors has a name for the dtype of a tensor."""
-    return run_dtype(tensor) in _DTYPES
+    return run_dtype(tensor) in _NAMES
 
 
 class Container:
@@ -89,7 +76,7 @@ class Container:
         described: dict[str, object] = {"__metadata__": dict(metadata)}
         for entry, start in zip(self.entries, self._starts):
             described[entry.name] = {
-                "dtype": _DTYPES[run_dtype(entry.tensor)],
+                "dtype": _NAMES[run_dtype(entry.tensor)],
                 "shape": _memory_shape(entry.tensor),
                 "data_offsets": [start, start + entry.nbytes],
             }
@@ -160,26 +147,3 @@ def chunk_digests(
 def content_digest(chunks: Mapping[int, str]) -> str:
     """The digest of a file's content from those of all its chunks, by number."""
     return hashlib.sha256(" ".join(chunks[number] for number in sorted(chunks)).encode()).hexdigest()
-
-
-def read_header(fd: int) -> tuple[dict[str, str], dict[str, tuple[int, int]], int]:
-    """
-    The metadata of an open safetensors file, each tensor's place in it (offset and bytes), and where its tensors
-    begin.
-
-    Raises:
-        `ValueError`: it is not such a file.
-    """
-    size = os.fstat(fd).st_size
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if not 0 < length <= size - 8:
-        raise ValueError(f"its header claims {length} bytes, and the file has {size}")
-    described = json.loads(os.pread(fd, length, 8))
-    metadata = described.pop("__metadata__", {})
-    places = {}
-    for name, item in described.items():
-        start, stop = item["data_offsets"]
-        if not 0 <= start <= stop <= size - 8 - length:
-            raise ValueError(f"'{name}' would lie outside of it")
-        places[name] = (8 + length + start, stop - start)
-    return metadata, places, 8 + length

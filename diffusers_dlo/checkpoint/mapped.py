@@ -11,7 +11,7 @@ import mmap
 import os
 import sys
 import warnings
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -182,7 +182,7 @@ def _locate_in_file(path: str, members: Sequence[tuple[torch.Tensor, _Mapping]],
     identity = next((m.identity for m in _read_mappings() if m.start <= here < m.stop), None)
     if identity != members[0][1].identity:
         return refuse(f"their file '{path}' has been replaced since it was loaded")
-    dirty_pages: dict[_Mapping, torch.Tensor] = {}
+    dirty_pages: dict[_Mapping, list[int]] = {}
     for tensor, mapping in members:
         start = mapping.offset + tensor.data_ptr() - mapping.start
         nbytes = _nbytes(tensor)
@@ -203,7 +203,7 @@ def _locate_in_file(path: str, members: Sequence[tuple[torch.Tensor, _Mapping]],
             located.ranges[id(tensor)] = FileRange(path, start, nbytes)
 
 
-def _dirty_pages(start: int, stop: int) -> torch.Tensor:
+def _dirty_pages(start: int, stop: int) -> list[int]:
     """The indices, ascending, of the pages from address `start` to `stop` that are this process's own copies."""
     count = (stop - start) // mmap.PAGESIZE
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
@@ -216,16 +216,15 @@ def _dirty_pages(start: int, stop: int) -> torch.Tensor:
             data += piece
     entries = torch.frombuffer(data, dtype=torch.int64)
     in_memory = ((entries >> _PRESENT) | (entries >> _SWAPPED)) & 1
-    return (in_memory & ~(entries >> _OF_FILE)).nonzero().flatten()
+    return (in_memory & ~(entries >> _OF_FILE)).nonzero().flatten().tolist()
 
 
-def _was_written_to(tensor: torch.Tensor, content: torch.Tensor, start: int, dirty: torch.Tensor) -> bool:
+def _was_written_to(tensor: torch.Tensor, content: torch.Tensor, start: int, dirty: Sequence[int]) -> bool:
     """Whether a page of its own makes a tensor differ from the file. `start` is the address of page 0 of `dirty`."""
     address, nbytes = tensor.data_ptr(), content.numel()
     first, last = (address - start) // mmap.PAGESIZE, (address + nbytes - 1 - start) // mmap.PAGESIZE
-    low, high = (int(torch.searchsorted(dirty, torch.tensor(page))) for page in (first, last + 1))
     mine = flat_bytes(tensor)
-    for page in dirty[low:high].tolist():
+    for page in dirty[bisect_left(dirty, first) : bisect_right(dirty, last)]:
         begin = max(start + page * mmap.PAGESIZE - address, 0)
         end = min(start + (page + 1) * mmap.PAGESIZE - address, nbytes)
         if not torch.equal(mine[begin:end], content[begin:end]):
