@@ -135,8 +135,8 @@ def test_all_ranks_share_one_copy_and_have_next_to_none_of_their_own(checkpoint:
     assert 0.9 * nbytes < pss <= 1.05 * nbytes + FIXED_NBYTES * size
     for _, loaded, after, report in results:
         assert report.host_kind == "mapped" and report.host_private_bytes == 0
-        # The slots are the device's, which here is the CPU. Loading itself takes nothing but the model's objects.
-        own = after["Anonymous"] - loaded["Anonymous"] - report.device_slot_bytes
+        # The slots are the device's, which here is the CPU, and gloo keeps up to two copies of what it last gathered.
+        own = after["Anonymous"] - loaded["Anonymous"] - 2 * report.device_slot_bytes
         assert own < 0.03 * nbytes
 
 
