@@ -5,6 +5,11 @@ package.
 
     torchrun --nproc_per_node 2 benchmarks/stack.py --layers 36
     python benchmarks/stack.py --layers 36 --variants resident,local
+    torchrun --nproc_per_node 2 benchmarks/stack.py --checkpoint DIR --variants resident,cold,mapped,pinned
+
+With `--checkpoint`, the weights are written to DIR as a sharded safetensors checkpoint (or found there), and streamed
+from there. `cold` enables after the page cache has let go of the files, and stands beside the rate at which one thread
+reads them in order.
 
 Both sides run in one process on the same inputs; outputs are compared bit by bit. Beside each time stands its ratio to
 the limit of the machine: the larger of the resident time and the time the link alone needs.
@@ -19,10 +24,13 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from diffusers.models.transformers.transformer_cosmos3 import Cosmos3VLTextMoTDecoderLayer
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from diffusers_dlo import apply_distributed_layerwise_offload
@@ -41,13 +49,18 @@ LAYER = {
     "use_und_k_norm_for_gen": False,
 }
 TEXT_TOKENS = 256
+CPU = torch.device("cpu")
 VARIANTS = {
     "resident": None,
     "auto": {},
     "pinned": {"host": "pinned"},
     "local": {"transfer": "local"},
     "slots3": {"num_slots": 3},
+    "mapped": {"host": "mapped"},
+    "cold": {"host": "mapped"},
+    "packed": {"host": "packed"},
 }
+LAYERS_PER_FILE = 9
 
 
 class Stack(nn.Module):
@@ -66,21 +79,78 @@ class Stack(nn.Module):
 
 def make_stack(count: int, device: torch.device, home: torch.device) -> Stack:
     """`count` layers on `home`, with weights drawn on `device` from a seed for each layer."""
-    layers = []
-    for index in range(count):
-        with torch.device("meta"):
-            layer = Cosmos3VLTextMoTDecoderLayer(**LAYER).to(torch.bfloat16)
-        generator = torch.Generator(device=device).manual_seed(index)
-        for module in layer.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                if weight.ndim == 1:
-                    weight.fill_(1)
-                else:
-                    weight.normal_(0, 0.02, generator=generator)
-                setattr(module, name, nn.Parameter(weight.to(home), requires_grad=False))
-        layers.append(layer.eval())
-    return Stack(layers)
+    return Stack([make_layer(index, device, home) for index in range(count)])
+
+
+def make_layer(index: int, device: torch.device, home: torch.device) -> nn.Module:
+    """One layer."""
+    with torch.device("meta"):
+        layer = Cosmos3VLTextMoTDecoderLayer(**LAYER).to(torch.bfloat16)
+    generator = torch.Generator(device=device).manual_seed(index)
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            weight = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            if weight.ndim == 1:
+                weight.fill_(1)
+            else:
+                weight.normal_(0, 0.02, generator=generator)
+            setattr(module, name, nn.Parameter(weight.to(home), requires_grad=False))
+    return layer.eval()
+
+
+def write_checkpoint(folder: Path, count: int, device: torch.device) -> None:
+    """`count` layers as a sharded checkpoint, in the order and with the names that `save_pretrained` gives them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for first in range(0, count, LAYERS_PER_FILE):
+        state = {}
+        for index in range(first, min(first + LAYERS_PER_FILE, count)):
+            state |= {
+                f"layers.{index}.{name}": p.data for name, p in make_layer(index, device, CPU).named_parameters()
+            }
+        save_file(state, folder / f"layers-{first:05}.safetensors")
+
+
+def load_stack(folder: Path, count: int) -> Stack:
+    """The layers of a checkpoint as `from_pretrained` leaves them: views of the mapped files."""
+    with torch.device("meta"):
+        layers = [Cosmos3VLTextMoTDecoderLayer(**LAYER).eval() for _ in range(count)]
+    stack = Stack(layers)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                owner, _, name = key.rpartition(".")
+                if int(key.split(".")[1]) < count:
+                    parameter = nn.Parameter(file.get_tensor(key), requires_grad=False)
+                    setattr(stack.get_submodule(owner), name, parameter)
+    return stack
+
+
+def evict(folder: Path) -> float:
+    """Has the page cache let go of a checkpoint; the part of it, 0 to 1, that stayed."""
+    os.sync()
+    stayed = total = 0
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            for offset in range(0, path.stat().st_size, 64 << 20):
+                total += 1
+                try:
+                    os.preadv(file.fileno(), [bytearray(1)], offset + (32 << 20), os.RWF_NOWAIT)
+                    stayed += 1
+                except OSError:
+                    pass
+    return stayed / max(total, 1)
+
+
+def read_rate(folder: Path) -> float:
+    """Bytes per second at which one thread reads a checkpoint from disk in order, in pieces of 16 MiB."""
+    evict(folder)
+    buffer, nbytes, start = bytearray(16 << 20), 0, time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                nbytes += count
+    return nbytes / (time.perf_counter() - start)
 
 
 def make_inputs(tokens: int, device: torch.device) -> tuple:
@@ -148,6 +218,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--tokens", default="1024,26000")
     parser.add_argument("--variants", default="resident,auto", help=", ".join(VARIANTS))
+    parser.add_argument("--checkpoint", type=Path, help="directory of a checkpoint to write, or to find, and to load")
     parser.add_argument("--json", help="append the results to this file")
     args = parser.parse_args()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -156,21 +227,37 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("nccl", device_id=device)
     rate = h2d_rate(device)
+    disk = 0.0
+    if args.checkpoint is not None:
+        if rank == 0:
+            if not any(args.checkpoint.glob("*.safetensors")):
+                note(rank, f"writing {args.layers} layers to {args.checkpoint}")
+                write_checkpoint(args.checkpoint, args.layers, device)
+            if "cold" in args.variants.split(","):
+                disk = read_rate(args.checkpoint)
+                note(rank, f"one thread reads {disk / 1e9:.2f} GB/s from disk")
+        barrier()
     rows = []
     for variant in args.variants.split(","):
         options = VARIANTS[variant]
         note(rank, f"{variant}: making {args.layers} layers")
-        model = make_stack(args.layers, device, device if options is None else torch.device("cpu"))
+        if args.checkpoint is not None:
+            model = load_stack(args.checkpoint, args.layers)
+        else:
+            model = make_stack(args.layers, device, device if options is None else CPU)
         handle, seconds = None, 0.0
         if options is None:
             model.to(device)
         else:
             barrier()
+            if variant == "cold" and rank == 0:
+                note(rank, f"{evict(args.checkpoint):.1%} of the checkpoint stays in the page cache")
+            barrier()
             start = time.perf_counter()
             handle = apply_distributed_layerwise_offload(model, **options)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - start
-            note(rank, f"{variant}: enabled in {seconds:.1f} s")
+            note(rank, f"{variant}: enabled in {seconds:.2f} s")
         gc.collect()
         torch.cuda.empty_cache()
         weights = torch.cuda.memory_allocated()
@@ -184,6 +271,9 @@ def main() -> None:
                 shards = 1 if handle.plan.components[0].transfer == "local" else world
                 row["link_ms"] = handle.plan.streamed_nbytes / shards / rate * 1e3
                 row["host"] = handle.report().host_kind
+                row["extents"] = handle.report().extents_per_block
+                row["enable_gb_s"] = handle.plan.streamed_nbytes / seconds / 1e9
+                row["disk_gb_s"] = disk / 1e9
             rows.append(row)
             note(rank, f"{variant}: {tokens} tokens in {row['ms']:.1f} ms")
         if handle is not None:
@@ -197,7 +287,8 @@ def main() -> None:
     else:
         every = [rows]
     for row, *others in zip(*every):  # the slowest rank counts, and a difference on any
-        row["ms"] = max(row["ms"], *(other["ms"] for other in others), 0)
+        for key in ("ms", "enable_s"):
+            row[key] = max(row[key], *(other[key] for other in others), 0)
         if any(other["bits"] != row["bits"] for other in others):
             row["bits"] = "differs between ranks"
     rows = every[0]

@@ -189,7 +189,9 @@ def _cold_chunks(path: str, file_descriptor: int, spans: Sequence[tuple[int, int
     if without_waiting is None:
         return chunks
     try:
-        # A probe that finds nothing starts the kernel's read-ahead, which this advice limits to the page asked for.
+        # A probe that finds nothing starts the kernel's read-ahead, which this advice limits to the page asked for. A
+        # fast disk may bring that page before the probe has looked again: it then passes for cached, at the price of
+        # page faults on a disk where they are cheap.
         os.posix_fadvise(file_descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         try:
             return [chunk for chunk in chunks if not _is_cached(chunk, without_waiting)]

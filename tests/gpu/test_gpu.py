@@ -150,9 +150,9 @@ def test_registered_memory_is_given_back() -> None:
     memory = memory[-memory.data_ptr() % 4096 :][: 1 << 21]
     for _ in range(3):
         registrations = Registrations(platform)
-        registrations.add(memory)
+        registrations.add([memory])
         with pytest.raises(RuntimeError, match="cudaHostRegister answered"):
-            Registrations(platform).add(memory)
+            Registrations(platform).add([memory])
         registrations.close()
         registrations.close()
     torch.ones(1, device="cuda").add_(1)  # the refused call left no error behind
