@@ -7,6 +7,8 @@ weights.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -68,6 +70,9 @@ class Guards:
         for name, reason in _REFUSED_ON_MODEL.items():
             if name.startswith("__") or callable(getattr(root, name, None)):
                 self._shadow(root, name, _refusal(f"'{component.name}'", name, reason))
+        files = component.store.plan.files
+        if files and callable(getattr(root, "save_pretrained", None)):
+            self._shadow(root, "save_pretrained", _save_guard(component.name, root, files))
         owned: dict[int, tuple[nn.Module, list[tuple[str, Unit, int, ManagedTensor]]]] = {}
         for unit in component.units:
             for index, tensor in enumerate(unit.tensors):
@@ -159,6 +164,24 @@ def _apply_guard(
 
     apply.guards_offload = True  # type: ignore[attr-defined]
     return apply
+
+
+def _save_guard(name: str, root: nn.Module, files: Sequence[str]) -> Callable:
+    """A `save_pretrained` that does not write over the files that weights stream from; else the class's own."""
+    original = type(root).save_pretrained  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def save_pretrained(save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        if os.path.isdir(save_directory):
+            for entry in os.scandir(os.fspath(save_directory)):
+                if os.path.realpath(entry.path) in files:  # also through a link, as the Hub's cache has
+                    raise ValueError(
+                        f"'{name}' streams from '{entry.path}', and saving there would write over the weights it "
+                        "reads. Save to another directory, or disable the offload first."
+                    )
+        return original(root, save_directory, *args, **kwargs)
+
+    return save_pretrained
 
 
 def _serve_state_dict(name: str, entries: list[tuple[str, Unit, int, ManagedTensor]]) -> Callable:

@@ -89,7 +89,7 @@ def parse_arguments(example: Example) -> argparse.Namespace:
     parser.add_argument(
         "--num-slots", type=_auto_or_whole_number, default="auto", help="blocks on the device at a time"
     )
-    parser.add_argument("--host", choices=["auto", "packed", "pinned"], default="auto")
+    parser.add_argument("--host", choices=["auto", "mapped", "packed", "pinned"], default="auto")
     parser.add_argument("--no-offload", action="store_true", help="the ordinary pipeline, to compare with")
     args, unknown = parser.parse_known_args()
     if unknown:

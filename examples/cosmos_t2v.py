@@ -15,7 +15,7 @@ from common import Example, launched, parse_arguments, save_video
 from diffusers import Cosmos3OmniPipeline
 from tiny_checkpoints import build_tiny_cosmos3
 
-import diffusers_dlo  # noqa: F401  adds `enable_distributed_layerwise_offload` to every pipeline
+import diffusers_dlo
 
 
 EXAMPLE = Example(
@@ -31,7 +31,8 @@ def main() -> None:
     args = parse_arguments(EXAMPLE)
     with launched() as worker:
         path = args.model or worker.tiny_checkpoint(EXAMPLE, args.cache_dir)
-        pipe = Cosmos3OmniPipeline.from_pretrained(path, dtype=torch.bfloat16)
+        with diffusers_dlo.mapped_loading():  # a checkpoint in another dtype is cast once, by all ranks together
+            pipe = Cosmos3OmniPipeline.from_pretrained(path, dtype=torch.bfloat16)
         pipe.set_progress_bar_config(disable=not worker.is_local_main)
 
         handle = None

@@ -939,6 +939,42 @@ def test_a_header_that_exchanges_tensors_with_the_same_middle(folder: Path) -> N
     start_toy(folder, make)
 
 
+def test_a_file_that_was_cut_where_nobody_looks(folder: Path) -> None:
+    def make() -> nn.Module:
+        model = toy(toys.Stack, 2)
+        for block in model.blocks:  # without small tensors, which are looked at from the middle to the end
+            block.norm.weight = block.norm.bias = block.up.bias = block.down.bias = None
+        return model
+
+    start_toy(folder, make)
+    path = only_file(folder)
+    for change in (cut(lambda path: path.stat().st_size - 1), append):
+        content = path.read_bytes()
+        unseen(change)(path)
+        start_toy(folder, make)
+        assert path.read_bytes()[: len(content)][header_size(path) :] == content[header_size(path) :]
+
+
+def test_only_a_file_with_another_time_is_read(
+    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, that is: weights of hundreds of gigabytes take minutes to read."""
+    start(folder, checkpoint)
+    read: list[int] = []
+    original = cache.chunk_digests
+
+    def digest(*args: Any) -> Iterator[tuple[int, str]]:
+        read.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(cache, "chunk_digests", digest)
+    start(folder, checkpoint)
+    assert not read
+    os.utime(only_file(folder))
+    start(folder, checkpoint)
+    assert read == [1]
+
+
 def test_a_file_that_changes_once_it_was_checked(
     checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

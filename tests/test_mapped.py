@@ -667,20 +667,21 @@ def test_bits_are_those_of_ordinary_loading(size: int, checkpoints: Path) -> Non
     ranks(size, _bits, checkpoints)
 
 
-def test_what_stays_on_the_device_is_aligned_too(checkpoints: Path, tmp_path: Path) -> None:
+def _residents(rank: int, size: int, folder: Path) -> None:
+    for name in ("flux", "hunyuanvideo"):
+        save(name, folder / name, max_shard_size="5KB")
+        reference, model = unmapped(load(name, folder / name)), load(name, folder / name)
+        handle = apply_distributed_layerwise_offload(model, host="mapped")
+        assert_equal(run(model, name, 0), run(reference, name, 0), name)
+        handle.remove()
+
+
+def test_what_stays_on_the_device_is_aligned_too(tmp_path: Path) -> None:
     """
     On the CPU nothing is moved, and weights between the blocks would be used where the file has them: with streamed
     ones aligned, that gives the bits of neither kind of loading.
     """
-    for name, folder in (("flux", tmp_path / "flux"), ("hunyuanvideo", checkpoints / "small shards")):
-        if name == "flux":
-            save("flux", folder, max_shard_size="20KB")
-        reference, model = unmapped(load(name, folder)), load(name, folder)
-        handle = apply_distributed_layerwise_offload(model, host="mapped")
-        try:
-            assert_equal(run(model, name, 0), run(reference, name, 0), name)
-        finally:
-            handle.remove()
+    ranks(1, _residents, tmp_path)
 
 
 def _few_extents(rank: int, size: int, folder: Path) -> None:
@@ -1195,7 +1196,7 @@ def _says_why(rank: int, size: int, folder: Path) -> None:
     model = load("wan", folder)
     handle = apply_distributed_layerwise_offload(model, host="mapped")
     touch(path)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="weights are lost") as caught:
         handle.remove()
     assert "rank that held their shards" not in str(caught.value), "no rank is at fault"
 
@@ -1218,34 +1219,42 @@ def test_a_file_that_was_away_for_a_while(tmp_path: Path) -> None:
         handle.remove()
 
 
-def _direct_calls(rank: int, size: int, folder: Path, transfer: str, change: Callable[[Path], None]) -> None:
-    """Parts that stream may be called without the rest, as embeddings are for prompts."""
-    folder = folder / "toy"
-    write_toy(folder)
-    path = Path(os.path.realpath(folder / "w.safetensors"))
-    model, ids = SOURCES["assigned"].load(folder), torch.arange(9)
-    expected = model.blocks[1](feed(0)).detach().clone(), model.embed(ids).detach().clone()
-    model = aligned_residents(model)
-    handle = apply_distributed_layerwise_offload(model, host="mapped", transfer=transfer)
-    with torch.no_grad():
-        assert_equal((model.blocks[1](feed(0)), model.embed(ids)), expected)
-        change(path)
-        for call in (lambda: model.blocks[0](feed(0)), lambda: model.embed(ids), lambda: model.lm_head(feed(0))):
+CALLS = {
+    "block": lambda model: model.blocks[0](feed(0)),
+    "leaf in use": lambda model: model.embed(torch.arange(9)),
+    "other leaf": lambda model: model.lm_head(feed(0)),
+}
+"""Parts that stream may be called without the rest, as embeddings are for prompts."""
+
+
+def _direct_calls(rank: int, size: int, folder: Path, transfer: str, part: str) -> None:
+    for change in (touch, empty):
+        here = folder / change.__name__
+        write_toy(here)
+        path = Path(os.path.realpath(here / "w.safetensors"))
+        reference, model = (aligned_residents(SOURCES["assigned"].load(here)) for _ in range(2))
+        with torch.no_grad():
+            expected = [CALLS[part](reference).clone()]
+            handle = apply_distributed_layerwise_offload(model, host="mapped", transfer=transfer)
+            assert_equal(run(model, "toy", 0), run(reference, "toy", 0))
+            assert_equal([CALLS[part](model)], expected)
+            run(model, "toy", 0)  # block 0 is fetched ahead: what was fetched is refused as well
+            change(path)
             with pytest.raises(RuntimeError) as caught:
-                call()
+                CALLS[part](model)
             assert f"'{path}' " in str(caught.value)
-    with pytest.raises(RuntimeError, match="weights are lost"):
-        handle.remove()
+        with pytest.raises(RuntimeError, match="weights are lost"):
+            handle.remove()
+        del caught, reference
 
 
-@pytest.mark.parametrize("change", (touch, empty))
+@pytest.mark.parametrize("part", CALLS)
 @pytest.mark.parametrize("transfer", ("all_gather", "local"))
-def test_parts_that_are_called_alone_notice_changes_too(transfer: str, change: Callable, tmp_path: Path) -> None:
-    ranks(1, _direct_calls, tmp_path, transfer, change)
+def test_parts_that_are_called_alone_notice_changes_too(transfer: str, part: str, tmp_path: Path) -> None:
+    ranks(1, _direct_calls, tmp_path, transfer, part)
 
 
-def _interrupted(rank: int, size: int, folder: Path, transfer: str, again: bool) -> None:
-    """A pass that Ctrl-C ended is not completed from a file that has been cut off since."""
+def _interrupted(rank: int, size: int, folder: Path, transfer: str, then: str) -> None:
     state, path = toy(toys.Failing, 5).state_dict(), folder / "w.safetensors"
     save_file(state, path)
     model = aligned_residents(assign(toy(toys.Failing, 5), path))
@@ -1254,20 +1263,26 @@ def _interrupted(rank: int, size: int, folder: Path, transfer: str, again: bool)
     model.fail_at, model.fail_with = 1, KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         run(model, "toy", 0)
-    os.truncate(path, 0)
     model.fail_at = None
-    if again:
+    if "cut off" in then:
+        os.truncate(path, 0)
+    if "used again" in then:
         with pytest.raises(RuntimeError) as caught:
             run(model, "toy", 0)
         assert "w.safetensors' " in str(caught.value)
-    with pytest.raises(RuntimeError, match="weights are lost"):
+    if "cut off" in then:
+        with pytest.raises(RuntimeError, match="weights are lost"):
+            handle.remove()
+    else:
         handle.remove()
+        assert_same(model.state_dict(), state)
 
 
-@pytest.mark.parametrize("again", (True, False), ids=("again", "removed"))
+@pytest.mark.parametrize("then", ("removed", "cut off, removed", "cut off, used again"))
 @pytest.mark.parametrize("transfer", ("all_gather", "local"))
-def test_a_file_that_is_cut_off_after_an_interrupt(transfer: str, again: bool, tmp_path: Path) -> None:
-    ranks(1, _interrupted, tmp_path, transfer, again)
+def test_a_pass_that_was_interrupted(transfer: str, then: str, tmp_path: Path) -> None:
+    """A pass that Ctrl-C ended is not completed from a file that has been cut off since."""
+    ranks(1, _interrupted, tmp_path, transfer, then)
 
 
 def _unequal_work(rank: int, size: int, folder: Path) -> None:
@@ -1359,28 +1374,28 @@ def test_a_file_that_was_replaced_before_enabling(tmp_path: Path) -> None:
     ranks(2, _replaced_before, tmp_path)
 
 
-def test_a_file_that_is_replaced_while_enabling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between looking where weights lie and opening the file, another one may take its place: never its weights."""
-    path = wan_in(tmp_path)
-    reference, model = unmapped(load("wan", tmp_path)), aligned_residents(load("wan", tmp_path))
+def _replaced_meanwhile(rank: int, size: int, folder: Path) -> None:
+    path = wan_in(folder)
+    reference, model = unmapped(load("wan", folder)), aligned_residents(load("wan", folder))
     original = api.find_all
 
-    def find_all_slowly(*args: object) -> object:
-        if path.exists() and not (tmp_path / "done").exists():
-            (tmp_path / "done").touch()
-            put_another_there(path)
+    def find_all(*args: object) -> object:
+        put_another_there(path)
         return original(*args)
 
-    monkeypatch.setattr(api, "find_all", find_all_slowly)
+    api.find_all = find_all
     try:
         handle = apply_distributed_layerwise_offload(model)
     except RuntimeError as error:
         assert f"'{path}' " in str(error)
-        return
-    try:
+    else:
         assert_equal(run(model, "wan", 0), run(reference, "wan", 0))
-    finally:
         handle.remove()
+
+
+def test_a_file_that_is_replaced_while_enabling(tmp_path: Path) -> None:
+    """Between looking where weights lie and opening the file, another one may take its place: never its weights."""
+    ranks(1, _replaced_meanwhile, tmp_path)
 
 
 def may_not_open(model: nn.Module) -> None:
@@ -1395,18 +1410,6 @@ def has_a_copy(model: nn.Module) -> None:
 def has_a_copy_of_one(model: nn.Module) -> None:
     weight = model.blocks[1].attn1.to_q.weight
     weight.data = weight.data.clone()
-
-
-def was_written_to(model: nn.Module) -> None:
-    weight = model.blocks[1].attn1.to_q.weight
-    weight.data[-1, -1] = 1
-    if dist.get_rank() == 1:
-        weight.data.fill_(0)
-        weight.data.copy_(load_file(FILE_OF_RANK_1)["blocks.1.attn1.to_q.weight"])
-        weight.data[-1, -1] = 1
-
-
-FILE_OF_RANK_1 = ""
 
 
 def _one_rank_differs(rank: int, size: int, folder: Path, spoil: Callable[[nn.Module], None]) -> None:
@@ -1446,7 +1449,8 @@ def _one_rank_differs(rank: int, size: int, folder: Path, spoil: Callable[[nn.Mo
         assert_same(tensors_of(model), tensors_of(reference))
         del model, before, handle
     finally:
-        os.seteuid(0) if os.getuid() == 0 else None
+        if os.getuid() == 0:
+            os.seteuid(0)
     assert collected(folder) == [] and shared_memory() == []
 
 

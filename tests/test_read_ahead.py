@@ -166,6 +166,20 @@ def nothing_left_behind() -> Iterator[None]:
     assert not [thread for thread in threading.enumerate() if "read_ahead" in thread.name]
 
 
+@pytest.fixture
+def of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are somebody else's, of which the kernel does not say what is cached."""
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+
+
+@pytest.fixture(params=["own", "of another user"])
+def owner(request: pytest.FixtureRequest) -> None:
+    if request.param != "own":
+        request.getfixturevalue("of_another_user")
+
+
+@pytest.mark.usefixtures("owner")
 class TestPageCache:
     @up_to_three_times
     def test_brings_in_what_is_asked_for_and_leaves_the_rest(self, tmp_path: Path) -> None:
@@ -216,7 +230,7 @@ class TestPageCache:
 
     @pytest.mark.parametrize("reason", ["no flag", "not supported", "end of file"])
     def test_reads_all_where_the_cache_is_not_known(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_another_user: None, reason: str
     ) -> None:
         path = sparse_file(tmp_path / "weights", 2 * CHUNK)
         warm(path, 0, 2 * CHUNK)

@@ -7,6 +7,8 @@ page fault by page fault. Must not keep what it reads, nor leave a file open or 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
 import re
 import sys
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 
 from diffusers.utils import logging
 
-from .mapped import FileRange
+from .mapped import FileRange, map_read_only
 
 
 logger = logging.get_logger(__name__)
@@ -94,9 +96,9 @@ def read_ahead(ranges: Sequence[FileRange], *, show: bool = False, threads: int 
     Brings the parts of files that are not in the page cache yet into it; returns how many bytes were read for that.
     Whether they fit into memory is the caller's to know.
 
-    What is there already is found by looking at a byte of every MiB, so a smaller hole may be missed and is left to
-    page faults. File systems that do not say what is cached (NFS, most in user space) have all of it read and counted:
-    for what is cached that is a copy in memory.
+    What is there already the kernel tells of files that this user owns or may write to. Of others it is found by
+    looking at a byte of every MiB, so a smaller hole may be missed and is left to page faults. Where neither is
+    possible, all of it is read and counted: for what is cached that is a copy in memory.
 
     Args:
         ranges (`Sequence[FileRange]`): they may overlap, be empty and come in any order.
@@ -185,6 +187,10 @@ def _cut(path: str, file_descriptor: int, spans: Sequence[tuple[int, int]]) -> I
 
 def _cold_chunks(path: str, file_descriptor: int, spans: Sequence[tuple[int, int]]) -> list[_Chunk]:
     chunks = list(_cut(path, file_descriptor, spans))
+    if os.fstat(file_descriptor).st_uid == os.geteuid() or os.access(path, os.W_OK):
+        cold = _ask_kernel(file_descriptor, chunks)  # of other files it says that they are cached, whatever is true
+        if cold is not None:
+            return cold
     without_waiting = getattr(os, "RWF_NOWAIT", None)
     if without_waiting is None:
         return chunks
@@ -199,6 +205,26 @@ def _cold_chunks(path: str, file_descriptor: int, spans: Sequence[tuple[int, int
             os.posix_fadvise(file_descriptor, 0, 0, os.POSIX_FADV_NORMAL)
     except OSError:
         return chunks  # the file system does not know the flag; and any other fault shows when the chunks are read
+
+
+def _ask_kernel(file_descriptor: int, chunks: Sequence[_Chunk]) -> list[_Chunk] | None:
+    """Those of `chunks` that are not wholly in the page cache, by `mincore`; None where that is not to be had."""
+    try:
+        mincore = ctypes.CDLL(None, use_errno=True).mincore
+        content = map_read_only(file_descriptor)
+    except (OSError, AttributeError, ValueError):
+        return None
+    pages = ctypes.create_string_buffer(CHUNK_NBYTES // mmap.PAGESIZE + 1)
+    cold = []
+    for chunk in chunks:
+        start = chunk.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        nbytes = chunk.offset + chunk.nbytes - start
+        if mincore(ctypes.c_void_p(content.data_ptr() + start), ctypes.c_size_t(nbytes), pages):
+            return None
+        count = -(-nbytes // mmap.PAGESIZE)
+        if pages.raw[:count].count(1) < count:
+            cold.append(chunk)
+    return cold
 
 
 def _is_cached(chunk: _Chunk, without_waiting: int) -> bool:
