@@ -8,6 +8,7 @@ A real model, on eight accelerators:
     accelerate launch --num_processes 8 examples/wan_t2v.py --model PATH_OR_HUB_ID --prompts prompts.txt
 """
 
+import contextlib
 import time
 
 import torch
@@ -31,7 +32,8 @@ def main() -> None:
     args = parse_arguments(EXAMPLE)
     with launched() as worker:
         path = args.model or worker.tiny_checkpoint(EXAMPLE, args.cache_dir)
-        with diffusers_dlo.mapped_loading():  # a checkpoint in another dtype is cast once, by all ranks together
+        # A checkpoint in another dtype is then cast once, by all ranks together, when the offload is enabled.
+        with contextlib.nullcontext() if args.no_offload else diffusers_dlo.mapped_loading():
             pipe = WanPipeline.from_pretrained(path, dtype=torch.bfloat16)
         pipe.set_progress_bar_config(disable=not worker.is_local_main)
 

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_videos_are_those_of_the_ordinary_pipeline(example: str, folder: Path) -> None:
     with_offload = start(TWO_RANKS, f"{example}.py", folder, "--steps", "2", "--output-dir", "offloaded")
     assert with_offload.returncode == 0, with_offload.stderr
-    for text in ("Offload plan, 2 ranks sharing weights", "all_gather", "Offload report of this rank", "packed"):
+    for text in ("Offload plan, 2 ranks sharing weights", "all_gather", "Offload report of this rank", "mapped"):
         assert with_offload.stdout.count(text) >= 1, with_offload.stdout
     plain = start(PYTHON, f"{example}.py", folder, "--steps", "2", "--output-dir", "plain", "--no-offload")
     assert plain.returncode == 0, plain.stderr
