@@ -7,6 +7,7 @@ Must not stream: that is the engine's, driven by hooks.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,8 +20,7 @@ from torch import nn
 
 from .attachment import Attachment, get_handle
 from .block_discovery import Selection
-from .checkpoint.cache import WeightCache
-from .checkpoint.mapped import FileRange, locate_tensors
+from .checkpoint.mapped import FileRange, FileStamp, Located, locate_tensors
 from .comparison import compare, digest_of, sample_weights
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform, get_platform, resolve_device
@@ -28,8 +28,8 @@ from .distributed.group import OffloadGroup, form_group, introduce, join_world, 
 from .engine import Engine, find_streamed, get_engine
 from .guards import is_guarded, read_value
 from .handle import OffloadHandle
+from .host.cache import WeightCache
 from .host.choice import create_store
-from .host.mapped import FileStamp
 from .host.offer import files_digest, offer_mapped, rank_plans, usable_ranges
 from .host.store import HostStore
 from .offload_plan import OffloadPlan, build_plan, find_all, select, transfers_of
@@ -138,16 +138,7 @@ def _prepare(
     with group.agreement("enable: plan", said) as replies:
         gc.collect()  # what was dropped on one rank only would make the ranks' engines differ
         selection = choose(config)
-        for name, transfer in transfers_of(selection, config, group.size).items():
-            validate_module(selection.streamed[name], name, transfer)
-        for name, module in selection.placed.items():
-            validate_placed(module, name)
-        every = {**selection.streamed, **selection.placed}
-        for name, module in every.items():
-            refuse_enabled(name, any(get_handle(part) is not None or is_guarded(part) for part in module.modules()))
-        located = locate_tensors(owned.tensor for module in every.values() for owned in owned_tensors(module))
-        for name, module in every.items():
-            refuse_changed_before_cast(module, name, located.written)
+        located = _validate(selection, transfers_of(selection, config, group.size))
         found = find_all(selection, config)
         plan = build_plan(selection, found, config, group.size)
         engine = get_engine(platform, group)
@@ -159,6 +150,7 @@ def _prepare(
 
         offer = offer_mapped(build, owned, *usable_ranges(located, owned))
         lines = [f"streaming already: {engine.names}", f"device {platform.device.type}", f"timeout {config.timeout}"]
+        lines += [f"cache_dir {config.cache_dir and os.path.realpath(config.cache_dir)}"]
         lines += plan.summary_lines()
         if group.size > 1:
             lines += sample_weights(plan, owned, skip=located.ranges)
@@ -170,14 +162,30 @@ def _prepare(
             lines = sample_weights(plan, owned)
             said["digest"] = digest_of(lines)
         compare(group, samples, lines)
-    if config.cache_dir is not None and max(reply["loose"] for reply in replies) > _WORTH_CACHING:
-        ranges = WeightCache(str(config.cache_dir), plan, owned, located, group).open()
-        if ranges is not None:
+    loose = max(reply["loose"] for reply in replies)
+    if config.cache_dir is not None and loose > _WORTH_CACHING and platform.registers_host_memory:
+        cached = WeightCache(str(config.cache_dir), plan, owned, located, group).open()
+        if cached is not None:
             with group.agreement("enable: cache", said) as replies:
-                offer = offer_mapped(build, owned, ranges, "their dtypes are not known to safetensors")
+                offer = offer_mapped(build, owned, *cached)
                 said["mapped"] = offer.digest
     plans = rank_plans(config.host, plan, offer, [reply["mapped"] for reply in replies], platform)
     return _Prepared(selection, plans, offer.stamps, engine, parts)
+
+
+def _validate(selection: Selection, transfers: Mapping[str, str]) -> Located:
+    """Refuses components that cannot be offloaded or placed; where the tensors of the others lie in files."""
+    for name, transfer in transfers.items():
+        validate_module(selection.streamed[name], name, transfer)
+    for name, module in selection.placed.items():
+        validate_placed(module, name)
+    every = {**selection.streamed, **selection.placed}
+    for name, module in every.items():
+        refuse_enabled(name, any(get_handle(part) is not None or is_guarded(part) for part in module.modules()))
+    located = locate_tensors(owned.tensor for module in every.values() for owned in owned_tensors(module))
+    for name, module in every.items():
+        refuse_changed_before_cast(module, name, located.written)
+    return located
 
 
 def _commit(

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _pack(options: argparse.Namespace) -> None:
-    from .checkpoint.pack import pack_checkpoint
+    from .pack import pack_checkpoint
 
     for path in pack_checkpoint(options.model, options.out, _DTYPES[options.dtype]):
         print(f"{path}: {format_bytes(os.path.getsize(path))}")

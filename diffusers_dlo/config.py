@@ -84,6 +84,8 @@ class DistributedLayerwiseOffloadConfig:
                     f"'cache_dir' has weights stream from a file, and host={self.host!r} copies them to memory; "
                     'leave one of the two out, or use host="mapped".'
                 )
+            if not os.fspath(self.cache_dir):
+                raise ValueError("'cache_dir' is empty; name a directory ('.' is the working directory).")
             object.__setattr__(self, "cache_dir", os.fspath(self.cache_dir))
         if self.num_slots != "auto":
             if isinstance(self.num_slots, bool) or not isinstance(self.num_slots, int):

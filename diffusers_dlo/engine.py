@@ -141,6 +141,8 @@ class Engine:
         """Makes a unit's tensors readable on the current stream."""
         if self._thread is not None:
             self._claim_thread(unit.component)
+        if not self._open:  # a part of a model that is called by itself: no forward of the model has checked
+            unit.store.check()
         if unit.layout.is_leaf:
             self._leaves.acquire(unit)
         else:

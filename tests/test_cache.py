@@ -29,9 +29,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from diffusers_dlo import DistributedLayerwiseOffloadMixin, apply_distributed_layerwise_offload, host_view
-from diffusers_dlo.checkpoint import cache, container
+from diffusers_dlo.checkpoint import container
 from diffusers_dlo.checkpoint.container import Container, Entry, chunk_digests, content_digest, is_storable
 from diffusers_dlo.device.platform import Platform
+from diffusers_dlo.host import cache
 from diffusers_dlo.tensor_utils import cast, flat_bytes, pending_casts, set_pending_casts
 from tests import toys, zoo
 from tests.ranks import run_ranks
@@ -39,7 +40,7 @@ from tests.toys import feed, toy
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LOGGER = "diffusers_dlo.checkpoint.cache"
+LOGGER = "diffusers_dlo.host.cache"
 NOBODY = 65534
 
 
@@ -602,6 +603,31 @@ def test_weights_in_memory_are_known_by_their_content(folder: Path) -> None:
     # What does not stream is not part of it.
     start_toy(folder, lambda: make("out.weight", 5))
     start_toy(folder, make)
+    assert listing(folder) == before
+
+
+def test_the_same_bytes_in_another_shape_or_dtype(folder: Path) -> None:
+    """In memory, so that nothing but the content and what is made of it tells them apart."""
+    weight = toy(toys.Stack, 1).blocks[0].up.weight.detach()
+
+    def make(kind: str) -> nn.Module:
+        model = toy(toys.Stack, 1)
+        values = weight.clone()
+        if kind == "columns":
+            values = values.view(16, 24).t()
+        elif kind == "integers":
+            values = values.view(torch.int32)
+        model.blocks[0].up.weight = nn.Parameter(values, requires_grad=False)
+        return model
+
+    for count, kind in enumerate(("rows", "columns"), 1):
+        start_toy(folder, lambda kind=kind: make(kind))
+        assert len(os.listdir(folder)) == count
+    with enabled(make("integers"), folder):  # does not compute
+        assert len(os.listdir(folder)) == 3
+    before = listing(folder)
+    for kind in ("columns", "rows"):
+        start_toy(folder, lambda kind=kind: make(kind))
     assert listing(folder) == before
 
 
@@ -1376,6 +1402,16 @@ def _scenes_of_two(rank: int, size: int, checkpoints: str, folder: str) -> dict[
         assert_streams(model, expected)
     assert listing(where) == {}
 
+    # One that was told of a cache, and one that was not; two of their own.
+    for scene, mine in (("told", own("told") if rank else None), ("own", own(f"own {rank}"))):
+        model, expected = load(a), expected_of(a)
+        try:
+            apply_distributed_layerwise_offload(model, onload_device="cpu", cache_dir=mine).remove()
+        except RuntimeError as error:
+            said[scene] = str(error)
+        assert_still_usable(model, expected)
+        assert listing(mine or "") == {}
+
     # In memory, and unlike where nobody looks.
     model = toy(toys.Stack, 3)
     if rank == 1:
@@ -1458,6 +1494,14 @@ def test_a_file_that_appears_between_the_looks_of_two_ranks(two_ranks: tuple[Pat
 def test_ranks_with_different_files_do_without(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     _, said = two_ranks
     assert [rank["different"] for rank in said] == ["packed", "packed"]
+
+
+@pytest.mark.parametrize("scene", ("told", "own"))
+def test_ranks_with_different_directories_are_refused(
+    scene: str, two_ranks: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    for said in two_ranks[1]:
+        assert "do not have the same model or options" in said[scene] and "cache_dir" in said[scene]
 
 
 def test_ranks_with_different_weights_do_not_spoil_later_starts(

@@ -91,11 +91,24 @@ class Container:
             for entry, start in zip(self.entries, self._starts)
         }
 
-    def write_share(self, fd: int, rank: int, size: int, done: Callable[[int], object]) -> None:
-        """Writes part `rank` of `size` of each tensor to an open file; `done` hears of bytes as they are written."""
+    def write_share(
+        self,
+        fd: int,
+        rank: int,
+        size: int,
+        done: Callable[[int], object],
+        whole: Mapping[str, int] | None = None,
+    ) -> None:
+        """
+        Writes part `rank` of `size` of each tensor to an open file; of those in `whole` all or nothing, as it names
+        this rank or another. `done` hears of bytes as they are written.
+        """
         buffer = torch.empty(_PIECE_NBYTES, dtype=torch.uint8)
         for entry, start in zip(self.entries, self._starts):
             low, high = (entry.nbytes * part // size for part in (rank, rank + 1))
+            writer = (whole or {}).get(entry.name)
+            if writer is not None:
+                low, high = 0, entry.nbytes if writer == rank else 0
             for begin in range(low, high, _PIECE_NBYTES):
                 piece = buffer[: min(_PIECE_NBYTES, high - begin)]
                 copy_bytes(entry.tensor, begin, piece)
@@ -107,9 +120,13 @@ class Container:
         Writes the header, with values in place of those that the metadata had so far; of the same lengths, so that
         nothing moves.
         """
-        header = self._make_header({**self._metadata, **metadata})
+        header = self.header_with(**metadata)
         assert len(header) == len(self.header)
         _write(fd, memoryview(header), 0)
+
+    def header_with(self, **metadata: str) -> bytes:
+        """The header with values in place of those of the metadata."""
+        return self._make_header({**self._metadata, **metadata})
 
 
 def _memory_shape(tensor: torch.Tensor) -> list[int]:

@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +34,21 @@ class FileRange:
     path: str
     offset: int
     nbytes: int
+
+
+class FileStamp(NamedTuple):
+    """What tells that a file is still the same, with the same content."""
+
+    device: int
+    inode: int
+    nbytes: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, file: str | int) -> FileStamp:
+        """The stamp of a path or an open file, or an `OSError`."""
+        status = os.stat(file)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @dataclass

@@ -77,7 +77,12 @@ class World:
             yield replies
         except BaseException as caught:
             error = caught
-        replies += self.exchange({**said, "error": describe_error(error)})
+        try:
+            replies += self.exchange({**said, "error": describe_error(error)})
+        except RuntimeError:
+            if error is not None:
+                raise error from None
+            raise
         raise_agreed(error, [reply["error"] for reply in replies])
 
 

@@ -11,10 +11,11 @@ from contextlib import ExitStack
 
 from diffusers.utils import logging
 
+from ..checkpoint.mapped import FileStamp
 from ..device.platform import Platform
 from ..distributed.group import OffloadGroup
 from ..offload_plan import OffloadPlan
-from .mapped import FileStamp, MappedStore
+from .mapped import MappedStore
 from .packed import PackedStore, create_shared_file, image_offsets
 from .pinned import PinnedStore
 from .store import HostStore
@@ -46,7 +47,7 @@ def create_store(
         except RuntimeError as error:
             reasons.append(f"{plan.host}: {error}")
             continue
-        if reasons:
+        if reasons and group.rank == 0:
             logger.warning(
                 f"The weights are kept in a '{store.kind}' host store, because others do not work here. "
                 + " ".join(reasons)

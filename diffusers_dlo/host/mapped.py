@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from diffusers.utils import logging
 
-from ..checkpoint.mapped import FileRange, map_read_only
+from ..checkpoint.mapped import FileRange, FileStamp, map_read_only
 from ..checkpoint.read_ahead import read_ahead
 from ..device.platform import Platform
 from ..offload_plan import OffloadPlan
@@ -29,21 +29,6 @@ from .store import Extent, tensor_view
 
 
 logger = logging.get_logger(__name__)
-
-
-class FileStamp(NamedTuple):
-    """What tells that a file is still the same, with the same content."""
-
-    device: int
-    inode: int
-    nbytes: int
-    changed_ns: int
-
-    @classmethod
-    def of(cls, file: str | int) -> FileStamp:
-        """The stamp of a path or an open file, or an `OSError`."""
-        status = os.stat(file)
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class MappedFile:

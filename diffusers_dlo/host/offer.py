@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 
 from diffusers.utils import logging
 
-from ..checkpoint.mapped import FileRange, Located
+from ..checkpoint.mapped import FileRange, FileStamp, Located
 from ..comparison import digest_of
 from ..device.platform import Platform
 from ..offload_plan import OffloadPlan
 from ..tensor_utils import OwnedTensor, nbytes_of, pending_casts
-from .mapped import FileStamp
 
 
 logger = logging.get_logger(__name__)
@@ -52,6 +51,7 @@ def offer_mapped(
     owned: Sequence[Sequence[OwnedTensor]],
     ranges: Mapping[int, FileRange],
     reason: str,
+    stamps: Mapping[str, FileStamp] | None = None,
 ) -> Offer:
     """
     What this rank can offer.
@@ -61,6 +61,7 @@ def offer_mapped(
         owned (`Sequence[Sequence[OwnedTensor]]`): the tensors of each unit.
         ranges (`Mapping[int, FileRange]`): where they lie in files as they are to be used, by id.
         reason (`str`): why others do not.
+        stamps (`Mapping[str, FileStamp]`, *optional*): of files that were looked at already, as they were then.
 
     Raises:
         `RuntimeError`: a file is gone.
@@ -71,7 +72,8 @@ def offer_mapped(
     if not usable:
         return Offer(None, {}, loose, reason)
     plan = build(usable)
-    return Offer(plan, {path: stamp_of(path) for path in plan.files}, loose, reason)
+    known = stamps or {}
+    return Offer(plan, {path: known.get(path) or stamp_of(path) for path in plan.files}, loose, reason)
 
 
 def usable_ranges(located: Located, owned: Sequence[Sequence[OwnedTensor]]) -> tuple[dict[int, FileRange], str]:

@@ -16,13 +16,13 @@ import torch
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME, logging
 from torch import nn
 
-from ..block_discovery import find_units
-from ..config import DistributedLayerwiseOffloadConfig
-from ..offload_plan import select
-from ..tensor_utils import copy_bytes, pending_casts, run_dtype, set_pending_casts
-from .container import Container, Entry, is_storable
-from .loading import mapped_loading
-from .mapped import locate_tensors
+from .block_discovery import find_units
+from .checkpoint.container import Container, Entry, is_storable
+from .checkpoint.loading import mapped_loading
+from .checkpoint.mapped import locate_tensors
+from .config import DistributedLayerwiseOffloadConfig
+from .offload_plan import select
+from .tensor_utils import copy_bytes, pending_casts, run_dtype, set_pending_casts
 
 
 logger = logging.get_logger(__name__)
