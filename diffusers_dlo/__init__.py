@@ -17,9 +17,9 @@ from .api import (
 from .block_discovery import get_blocks_attr_names, get_blocks_from_dit, set_blocks_attr_names
 from .block_layout import BlockLayout
 from .checkpoint.loading import mapped_loading
-from .checkpoint.remap import load_mapped_checkpoint, supports_mmap_loading
+from .checkpoint.remap import load_mapped_checkpoint
 from .config import DistributedLayerwiseOffloadConfig
-from .offload_plan import OffloadPlan, plan_distributed_layerwise_offload
+from .offload_plan import OffloadPlan, plan_distributed_layerwise_offload, supports_mmap_loading
 from .pipeline_mixin import DistributedLayerwiseOffloadMixin, install
 from .report import OffloadReport
 

@@ -20,20 +20,21 @@ from torch import nn
 
 from .attachment import Attachment, get_handle
 from .block_discovery import Selection
+from .casts import cast
 from .checkpoint.mapped import FileRange, FileStamp, Located, locate_tensors
 from .comparison import compare, digest_of, sample_weights
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform, get_platform, resolve_device
 from .distributed.group import OffloadGroup, form_group, introduce, join_world, local_rank, open_gather
 from .engine import Engine, find_streamed, get_engine
-from .guards import is_guarded, read_value
+from .guards import is_guarded
 from .handle import OffloadHandle
 from .host.cache import WeightCache
 from .host.choice import create_store
 from .host.offer import files_digest, offer_mapped, rank_plans, usable_ranges
 from .host.store import HostStore
 from .offload_plan import OffloadPlan, build_plan, find_all, select, transfers_of
-from .tensor_utils import Move, OwnedTensor, cast, move_tensors, owned_tensors, put_back
+from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
 from .validation import refuse_changed_before_cast, refuse_enabled, validate_module, validate_placed
 
 
@@ -157,20 +158,41 @@ def _prepare(
         said |= {"digest": digest_of(lines), "files": files_digest(located, owned)}
         said |= {"mapped": offer.digest, "loose": offer.loose}
     compare(group, replies, lines)
-    if len({reply["files"] for reply in replies}) > 1:  # each has files of its own: are they the same weights?
-        with group.agreement("enable: weights", said) as samples:
-            lines = sample_weights(plan, owned)
-            said["digest"] = digest_of(lines)
-        compare(group, samples, lines)
-    loose = max(reply["loose"] for reply in replies)
-    if config.cache_dir is not None and loose > _WORTH_CACHING and platform.registers_host_memory:
+    if len({reply["files"] for reply in replies}) > 1:
+        _compare_all_weights(plan, owned, group)
+    cached = None
+    if _caches(config, max(reply["loose"] for reply in replies), platform):
         cached = WeightCache(str(config.cache_dir), plan, owned, located, group).open()
-        if cached is not None:
-            with group.agreement("enable: cache", said) as replies:
-                offer = offer_mapped(build, owned, *cached)
-                said["mapped"] = offer.digest
-    plans = rank_plans(config.host, plan, offer, [reply["mapped"] for reply in replies], platform)
+    digests = [reply["mapped"] for reply in replies]
+    if cached is not None:
+        with group.agreement("enable: cache", said) as replies:
+            offer = offer_mapped(build, owned, *cached)
+            said["mapped"] = offer.digest
+        digests = [reply["mapped"] for reply in replies]
+    plans = rank_plans(config.host, plan, offer, digests, platform)
     return _Prepared(selection, plans, offer.stamps, engine, parts)
+
+
+def _caches(config: DistributedLayerwiseOffloadConfig, loose: float, platform: Platform) -> bool:
+    """Whether the weights, of which a part `loose` is in no file, go into a cache; the same on all ranks."""
+    if config.cache_dir is None:
+        return False
+    if not platform.registers_host_memory:
+        logger.info(f"'{config.cache_dir}' is not used: '{platform.device.type}' devices cannot copy from files")
+        return False
+    if loose <= _WORTH_CACHING:
+        logger.info(f"'{config.cache_dir}' is not used: {1 - loose:.0%} of the weights are in files as they are")
+        return False
+    return True
+
+
+def _compare_all_weights(plan: OffloadPlan, owned: Sequence[Sequence[OwnedTensor]], group: OffloadGroup) -> None:
+    """Each rank has files of its own: are they the same weights? Raises as `compare`."""
+    said: dict[str, Any] = {}
+    with group.agreement("enable: weights", said) as replies:
+        lines = sample_weights(plan, owned)
+        said["digest"] = digest_of(lines)
+    compare(group, replies, lines)
 
 
 def _validate(selection: Selection, transfers: Mapping[str, str]) -> Located:
@@ -206,7 +228,7 @@ def _commit(
             for part, component in zip(parts, store.plan.components):
                 part.attach_to_engine(component, store, config.slots)
             move_tensors(_resident(parts, selection.placed), platform.device, moved)
-        _pack(parts, store, group)
+        _fill_store(parts, store, group)
         handle = OffloadHandle(config, store.plan, engine, parts, selection.placed, store)
         with group.agreement("enable: hooks"):
             for part in parts:
@@ -227,7 +249,7 @@ def _resident(parts: Sequence[Attachment], placed: Mapping[str, nn.Module]) -> l
     ]
 
 
-def _pack(parts: Sequence[Attachment], store: HostStore, group: OffloadGroup) -> None:
+def _fill_store(parts: Sequence[Attachment], store: HostStore, group: OffloadGroup) -> None:
     """
     Fills the store, unit by unit, with what is in no file. A unit's originals are let go once all ranks have written
     it, where the store could give the whole of it back: the peak is one copy of the model and not two.
@@ -276,4 +298,4 @@ def host_view(module: nn.Module, name: str) -> torch.Tensor:
     if found is None:
         return cast(tensor).detach()
     unit, index = found
-    return tensor.detach() if unit.tensors[index].kept else read_value(unit, index)
+    return tensor.detach() if unit.tensors[index].kept else unit.value(index)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .tensor_utils import OwnedTensor, partition_tensors, run_dtype
+from .casts import run_nbytes
+from .tensor_utils import OwnedTensor, partition_tensors
 
 
 _BLOCKS_ATTRIBUTE = "_layerwise_offload_blocks_attrs"
@@ -260,4 +261,4 @@ def _with_ties(leaves: dict[str, nn.Module]) -> list[tuple[str, tuple[nn.Module,
 
 
 def _nbytes(module: nn.Module) -> int:
-    return sum(tensor.numel() * run_dtype(tensor).itemsize for tensor in (*module.parameters(), *module.buffers()))
+    return sum(run_nbytes(tensor) for tensor in (*module.parameters(), *module.buffers()))

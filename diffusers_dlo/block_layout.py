@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from .casts import run_dtype, run_nbytes
 from .checkpoint.mapped import FileRange
-from .tensor_utils import OwnedTensor, run_dtype
+from .tensor_utils import OwnedTensor
 
 
 ALIGNMENT = 256
@@ -125,7 +126,7 @@ def lay_out(
             used, by the tensor's id.
     """
     files = files or {}
-    sizes = {id(o.tensor): o.tensor.numel() * run_dtype(o.tensor).itemsize for o in tensors}
+    sizes = {id(o.tensor): run_nbytes(o.tensor) for o in tensors}
     offsets: dict[int, int] = {}
     runs, realigned, end = [], [], 0
     for draft in _draft_runs({key: files[key] for key in sizes if key in files}):

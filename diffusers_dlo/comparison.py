@@ -9,14 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import torch
-
+from .casts import middle_bytes
 from .distributed.group import OffloadGroup
 from .offload_plan import OffloadPlan
-from .tensor_utils import OwnedTensor, flat_bytes, pending_casts
-
-
-_SAMPLE_NBYTES = 64
+from .tensor_utils import OwnedTensor
 
 
 def digest_of(lines: Iterable[str]) -> str:
@@ -38,16 +34,9 @@ def sample_weights(plan: OffloadPlan, owned: Sequence[Sequence[OwnedTensor]], sk
         digest = hashlib.sha256()
         for item in tensors:
             if id(item.tensor) not in skip:
-                digest.update(sample(item.tensor))
+                digest.update(middle_bytes(item.tensor))
         lines.append(f"weights of block '{unit.name}' of '{component.name}': digest {digest.hexdigest()[:12]}")
     return lines
-
-
-def sample(tensor: torch.Tensor) -> bytes:
-    """A few bytes from the middle of a tensor, and what it is still to be cast to."""
-    content = flat_bytes(tensor)
-    middle = content.numel() // 2
-    return bytes(content[middle : middle + _SAMPLE_NBYTES].cpu().tolist()) + repr(pending_casts(tensor)).encode()
 
 
 def compare(group: OffloadGroup, said: Sequence[Mapping[str, str]], lines: Sequence[str]) -> None:

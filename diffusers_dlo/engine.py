@@ -141,9 +141,8 @@ class Engine:
         """Makes a unit's tensors readable on the current stream."""
         if self._thread is not None:
             self._claim_thread(unit.component)
-        if not self._open:  # a part of a model that is called by itself: no forward of the model has checked
-            unit.store.check()
         if unit.layout.is_leaf:
+            unit.store.check()  # no pass does it for leaves
             self._leaves.acquire(unit)
         else:
             self._lane_of(self._components[unit.component]).acquire(unit)
@@ -175,7 +174,7 @@ class Engine:
         Raises:
             `RuntimeError`: they are not to be had any more.
         """
-        unit.store.check_readable()
+        unit.store.check_readable(unit.key)
         if unit.store.is_whole(unit.key):
             return [unit.store.private_view(unit.key, index) for index in range(len(unit.tensors))]  # type: ignore
         image = self._lane_of(self._components[unit.component]).read(unit)

@@ -189,7 +189,7 @@ class GatherLane(Lane):
         replies = self._exchange("pass", component=component.name, full=full, proposal=proposal, changed=changed)
         for rank, reply in enumerate(replies):
             if reply.get("changed") and reply["component"] == component.name:
-                raise RuntimeError(changed or f"rank {rank}: {reply['changed']}")
+                raise RuntimeError(f"rank {rank}: {reply['changed']}")
         return None if _refused(replies) else self._grant(replies)
 
     def _exchange(self, kind: str, **asked: Any) -> list[dict[str, Any]]:

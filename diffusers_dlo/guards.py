@@ -195,27 +195,10 @@ def _serve_state_dict(name: str, entries: list[tuple[str, Unit, int, ManagedTens
             current = module._parameters.get(attribute, module._buffers.get(attribute))
             if key not in state_dict or tensor.kept or current is not tensor.born:
                 continue
-            value = read_value(unit, index)
+            value = unit.value(index)
             state_dict[key] = value
 
     return serve
-
-
-def read_value(unit: Unit, index: int) -> torch.Tensor:
-    """
-    The value of a streamed tensor, from the host store; for reading only.
-
-    Raises:
-        `RuntimeError`: no rank has the whole of it, or the file it lies in has changed.
-    """
-    unit.store.check_readable()
-    value = unit.store.view(unit.key, index) if unit.store.is_whole(unit.key) else None
-    if value is None:
-        raise RuntimeError(
-            f"'{unit.tensors[index].name}' of '{unit.component}' is not whole on any one rank: its host store is "
-            "'pinned', with a shard on each. Enable with host=\"packed\", or disable first."
-        )
-    return value
 
 
 class PlaceholderGuard(TorchDispatchMode):

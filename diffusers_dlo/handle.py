@@ -87,8 +87,8 @@ class OffloadHandle:
         memory between ranks until one writes to them. Idempotent.
 
         Raises:
-            `ValueError`: the ranks disable different offloads; nothing was changed. `RuntimeError`: weights are lost
-            with the rank that held their shards; the model has to be loaded again.
+            `ValueError`: the ranks disable different offloads; nothing was changed. `RuntimeError`: weights are lost,
+            with a rank that held their shards or with a file that changed; the model has to be loaded again.
         """
         if self._store is None:
             return
@@ -116,8 +116,8 @@ class OffloadHandle:
         store.close()
         if lost is not None:
             raise RuntimeError(
-                f"The offload is off, but weights are lost with the rank that held their shards ({lost}). Load the "
-                'model again; host="packed" keeps them whole on every host.'
+                f"The offload is off, but some weights are lost, and any use of them raises: {lost} Load the model "
+                "again."
             ) from lost
 
     def _agree_to_remove(self) -> None:

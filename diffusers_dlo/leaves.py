@@ -32,6 +32,7 @@ class Leaves:
     def acquire(self, leaf: Unit) -> None:
         """Fetches a leaf, unless it is there already, on the current stream: the allocator then knows its use."""
         if leaf.holds == 0:
+            leaf.store.prepare(leaf.key)
             leaf.buffer = self._platform.empty(leaf.layout.padded_nbytes(1))
             for offset, source in leaf.extents:
                 leaf.buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)

@@ -9,14 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .tensor_utils import (
-    OwnedTensor,
-    born_on_device,
-    make_offload_placeholder,
-    put,
-    set_pending_casts,
-    set_tensor_storage,
-)
+from .casts import set_pending_casts
+from .tensor_utils import OwnedTensor, born_on_device, make_offload_placeholder, put, set_tensor_storage
 
 
 class ManagedTensor:

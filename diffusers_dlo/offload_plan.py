@@ -17,7 +17,8 @@ from torch import nn
 
 from .block_discovery import FoundUnit, Selection, find_units, select_components
 from .block_layout import BlockLayout, lay_out
-from .checkpoint.mapped import FileRange
+from .checkpoint.mapped import FileRange, locate_tensors
+from .checkpoint.remap import remap_function
 from .config import DistributedLayerwiseOffloadConfig
 from .tensor_utils import OwnedTensor, nbytes_of, owned_tensors
 from .validation import refuse_fixed_addresses, validate_blocks_option
@@ -272,3 +273,29 @@ def _unwrap(module: nn.Module, name: str) -> nn.Module:
 
 def _class_decides(name: str) -> None:
     return None
+
+
+def supports_mmap_loading(pipeline_or_module: object) -> bool:
+    r"""
+    Whether every component that would stream can be fed from mapped safetensors files: its class defines
+    `_remap_ckpt_key`, or the weights of its blocks are views of mapped files already, as `from_pretrained` leaves them
+    where the dtype is the file's. Reads no weights.
+
+    Args:
+        pipeline_or_module (`DiffusionPipeline` or `torch.nn.Module`): of a pipeline, the components that enabling
+            without options would stream.
+    """
+    try:
+        streamed = select(pipeline_or_module, DistributedLayerwiseOffloadConfig(), None).streamed
+        return bool(streamed) and all(
+            remap_function(module) is not None or _is_mapped(module) for module in streamed.values()
+        )
+    except (TypeError, ValueError, RuntimeError):
+        return False  # nothing to stream, no blocks, or a file that was cut off
+
+
+def _is_mapped(module: nn.Module) -> bool:
+    parameters = [
+        owned.tensor for unit in find_units(module)[0] for owned in unit.tensors if owned.owners[0].kind == "parameter"
+    ]
+    return len(locate_tensors(parameters).ranges) == len(parameters)

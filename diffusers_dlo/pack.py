@@ -17,12 +17,12 @@ from diffusers.utils import SAFETENSORS_WEIGHTS_NAME, logging
 from torch import nn
 
 from .block_discovery import find_units
+from .casts import middle_bytes, pending_casts, run_dtype, set_pending_casts
 from .checkpoint.container import Container, Entry, is_storable
 from .checkpoint.loading import mapped_loading
 from .checkpoint.mapped import locate_tensors
 from .config import DistributedLayerwiseOffloadConfig
 from .offload_plan import select
-from .tensor_utils import copy_bytes, pending_casts, run_dtype, set_pending_casts
 
 
 logger = logging.get_logger(__name__)
@@ -56,8 +56,11 @@ def pack_checkpoint(model: str, out: str, dtype: torch.dtype) -> list[str]:
     incomplete = f"{out}.incomplete-{os.getpid()}"
     try:
         os.makedirs(incomplete)
-        with mapped_loading():
-            modules = dict(_load(source, dtype))
+        try:
+            with mapped_loading():
+                modules = dict(_load(source, dtype))
+        except OSError as error:
+            raise ValueError(f"'{source}' cannot be loaded ({error}); only safetensors are.") from error
         if "" not in modules:
             _copy_rest(source, incomplete, skip=set(modules))
         written = []
@@ -80,7 +83,7 @@ def _find(model: str) -> str:
     """The directory of a checkpoint; downloaded where `model` is the name of a pipeline on the Hub."""
     if not os.path.isdir(model):
         if os.path.sep in model.strip(os.path.sep) and os.path.exists(os.path.dirname(model)) or os.path.exists(model):
-            raise ValueError(f"'{model}' is not a directory with a checkpoint.")
+            raise ValueError(f"'{model}' is not a directory. Name one that holds a checkpoint.")
         from diffusers import DiffusionPipeline
 
         try:
@@ -88,7 +91,10 @@ def _find(model: str) -> str:
         except (OSError, ValueError) as error:
             raise ValueError(f"'{model}' is neither a directory nor a pipeline on the Hub ({error}).") from error
     if not any(os.path.isfile(os.path.join(model, name)) for name in ("model_index.json", "config.json")):
-        raise ValueError(f"'{model}' has neither a model_index.json nor a config.json, so it is no checkpoint.")
+        raise ValueError(
+            f"'{model}' has neither a model_index.json nor a config.json, so it is no checkpoint. "
+            "Name the directory of a pipeline or of one of its models."
+        )
     return model
 
 
@@ -100,10 +106,10 @@ def _load(folder: str, dtype: torch.dtype) -> Iterator[tuple[str, nn.Module]]:
         pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, use_safetensors=True)
         yield from select(pipeline, DistributedLayerwiseOffloadConfig(), None).streamed.items()
     else:
-        yield "", load_model(folder, dtype)
+        yield "", _load_model(folder, dtype)
 
 
-def load_model(folder: str, dtype: torch.dtype) -> nn.Module:
+def _load_model(folder: str, dtype: torch.dtype) -> nn.Module:
     """
     The model in a directory, of the class that its `config.json` names.
 
@@ -194,9 +200,7 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """
     from transformers import PreTrainedModel
 
-    parameters = module.named_parameters(remove_duplicate=False)
-    owned: dict[str, torch.Tensor] = {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
-    state = {key: owned[key] for key in module.state_dict() if key in owned}
+    state = {k: tensor for k, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)}
     if isinstance(module, PreTrainedModel):
         first: dict[int, str] = {}
         state = {key: tensor for key, tensor in state.items() if first.setdefault(id(tensor), key) == key}
@@ -205,7 +209,7 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _entry(name: str, tensor: torch.Tensor) -> Entry:
     if not is_storable(tensor):
-        raise ValueError(f"'{name}' is {tensor.dtype}, for which safetensors has no name.")
+        raise ValueError(f"'{name}' is {tensor.dtype}, for which safetensors has no name; cast it first.")
     if not tensor.is_contiguous():
         casts = pending_casts(tensor)
         tensor = tensor.detach().contiguous()
@@ -231,9 +235,5 @@ def _check(module: nn.Module, folder: str, dtype: torch.dtype, path: str) -> Non
 def _compare(name: str, expected: torch.Tensor, found: torch.Tensor, path: str) -> None:
     if run_dtype(expected) != found.dtype or expected.shape != found.shape:
         raise RuntimeError(f"'{name}' of '{path}' loads as {found.dtype}, {tuple(found.shape)}.")
-    middle = found.numel() * found.element_size() // 2
-    samples = [torch.empty(min(64, middle), dtype=torch.uint8) for _ in range(2)]
-    for tensor, sample in zip((_entry(name, expected).tensor, found.contiguous()), samples):
-        copy_bytes(tensor, middle, sample)
-    if not torch.equal(*samples):
+    if middle_bytes(_entry(name, expected).tensor) != middle_bytes(found.contiguous()):
         raise RuntimeError(f"'{name}' of '{path}' does not load with the values that were written.")

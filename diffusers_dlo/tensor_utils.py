@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from .casts import cast, pending_casts, run_dtype, run_nbytes, set_pending_casts
+
 
 SMALL_BUFFER_NBYTES = 1 << 20
 """Buffers of a block up to this many bytes stay on the device."""
@@ -167,62 +169,6 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-_CASTS = "distributed_layerwise_offload_casts"
-_CAST_NBYTES = 16 << 20
-"""What is cast at a time: a private copy of no more than this exists. A multiple of every item size."""
-
-
-def set_pending_casts(tensor: torch.Tensor, casts: Sequence[torch.dtype]) -> None:
-    """Has `tensor` count as cast to each of `casts` in turn, which is done where its bytes are stored or placed."""
-    if casts:
-        setattr(tensor, _CASTS, tuple(casts))
-    else:
-        vars(tensor).pop(_CASTS, None)
-
-
-def pending_casts(tensor: torch.Tensor) -> tuple[torch.dtype, ...]:
-    """The dtypes that `tensor` has still to be cast to, in turn; see `mapped_loading`."""
-    return getattr(tensor, _CASTS, ())
-
-
-def run_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype that a model computes with, once pending casts are done."""
-    return pending_casts(tensor)[-1] if pending_casts(tensor) else tensor.dtype
-
-
-def cast(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of `tensor` after its pending casts; itself where there are none."""
-    for dtype in pending_casts(tensor):
-        tensor = tensor.to(dtype)
-    return tensor
-
-
-def copy_bytes(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
-    """
-    Copies bytes `[start, start + len(out))` of a dense `tensor`, in storage order and after its pending casts, into
-    `out` on the host. Only what is copied is cast, a piece at a time.
-    """
-    casts, itemsize = pending_casts(tensor), run_dtype(tensor).itemsize
-    if not casts:
-        out.copy_(flat_bytes(tensor)[start : start + out.numel()])
-        return
-    elements = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    stop = start + out.numel()
-    for low in range(start - start % itemsize, stop, _CAST_NBYTES):
-        high = min(low + _CAST_NBYTES, stop)
-        piece = elements[low // itemsize : -(-high // itemsize)]
-        for dtype in casts:
-            piece = piece.to(dtype)
-        begin = max(low, start)
-        out[begin - start : high - start].copy_(piece.view(torch.uint8)[begin - low : high - low])
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense `tensor` in storage order, `(nbytes,)` of `uint8`; shares its memory."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return flat.view(torch.uint8)
-
-
 def typed_view(
     image: torch.Tensor, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
@@ -280,7 +226,7 @@ def put(owners: Iterable[Owner], tensor: torch.Tensor) -> None:
 
 def nbytes_of(tensors: Iterable[OwnedTensor]) -> int:
     """Bytes of the given tensors, once pending casts are done."""
-    return sum(owned.tensor.numel() * run_dtype(owned.tensor).itemsize for owned in tensors)
+    return sum(run_nbytes(owned.tensor) for owned in tensors)
 
 
 def iter_tensors(value: object) -> Iterator[torch.Tensor]:

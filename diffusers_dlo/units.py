@@ -74,6 +74,22 @@ class Unit:
         """The host memory this rank copies for it."""
         return self.store.extents(self.key)
 
+    def value(self, index: int) -> torch.Tensor:
+        """
+        The value of one of its tensors: a view of the host store, for reading only.
+
+        Raises:
+            `RuntimeError`: no rank has the whole of it, or the file it lies in has changed.
+        """
+        self.store.check_readable(self.key)
+        value = self.store.view(self.key, index) if self.store.is_whole(self.key) else None
+        if value is None:
+            raise RuntimeError(
+                f"'{self.tensors[index].name}' of '{self.component}' is not whole on any one rank: its host store is "
+                "'pinned', with a shard on each. Enable with host=\"packed\", or disable first."
+            )
+        return value
+
     def point(self, views: Sequence[torch.Tensor]) -> None:
         """Points its tensors at its bytes on the device."""
         for _, tensor in self._streaming:

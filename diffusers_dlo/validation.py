@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import nn
 
+from .casts import pending_casts
 from .config import DistributedLayerwiseOffloadConfig
-from .tensor_utils import is_dtensor, pending_casts
+from .tensor_utils import is_dtensor
 
 
 _FOREIGN_HOOKS = {

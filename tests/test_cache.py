@@ -29,11 +29,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from diffusers_dlo import DistributedLayerwiseOffloadMixin, apply_distributed_layerwise_offload, host_view
+from diffusers_dlo.casts import cast, flat_bytes, pending_casts, set_pending_casts
 from diffusers_dlo.checkpoint import container
 from diffusers_dlo.checkpoint.container import Container, Entry, chunk_digests, content_digest, is_storable
 from diffusers_dlo.device.platform import Platform
 from diffusers_dlo.host import cache
-from diffusers_dlo.tensor_utils import cast, flat_bytes, pending_casts, set_pending_casts
 from tests import toys, zoo
 from tests.ranks import run_ranks
 from tests.toys import feed, toy
@@ -272,7 +272,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that pieces, and the chunks of digests, begin and end within elements."""
     monkeypatch.setattr(container, "_PIECE_NBYTES", 101)
     monkeypatch.setattr(container, "_CHUNK_NBYTES", 999)
-    monkeypatch.setattr("diffusers_dlo.tensor_utils._CAST_NBYTES", 24)
+    monkeypatch.setattr("diffusers_dlo.casts._CAST_NBYTES", 24)
 
 
 def write(made: Container, path: Path, size: int, **metadata: str) -> list[int]:
@@ -695,7 +695,7 @@ def test_enabling_again_streams_from_the_cache_itself(checkpoint: Path, folder: 
 def test_a_device_that_cannot_use_it(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then nothing is written: nobody would ever stream from it."""
     monkeypatch.setattr(Platform, "registers_host_memory", False)
-    start(folder, checkpoint, kind="packed")
+    start(folder, checkpoint, kind="pinned")
     assert listing(folder) == {}
 
 

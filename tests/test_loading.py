@@ -38,9 +38,9 @@ from transformers import PreTrainedModel, T5EncoderModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from diffusers_dlo.casts import cast, pending_casts, run_dtype, set_pending_casts
 from diffusers_dlo.checkpoint.loading import mapped_loading
 from diffusers_dlo.checkpoint.mapped import locate_tensors
-from diffusers_dlo.tensor_utils import cast, pending_casts, run_dtype, set_pending_casts
 from tests import zoo
 
 

@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import T5EncoderModel
 
+from diffusers_dlo import supports_mmap_loading
+from diffusers_dlo.casts import cast, flat_bytes, pending_casts, set_pending_casts
 from diffusers_dlo.checkpoint.mapped import locate_tensors
-from diffusers_dlo.checkpoint.remap import load_mapped_checkpoint, supports_mmap_loading
-from diffusers_dlo.tensor_utils import cast, flat_bytes, pending_casts, set_pending_casts
+from diffusers_dlo.checkpoint.remap import load_mapped_checkpoint
 from tests import toys, zoo
 
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from diffusers_dlo import apply_distributed_layerwise_offload, tensor_utils
 from diffusers_dlo.block_discovery import discover_blocks
+from diffusers_dlo.casts import flat_bytes
 from diffusers_dlo.managed_tensor import ManagedTensor
 from diffusers_dlo.tensor_utils import (
     Move,
     OwnedTensor,
-    flat_bytes,
     make_offload_placeholder,
     move_tensors,
     nbytes_of,

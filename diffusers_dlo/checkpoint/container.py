@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..tensor_utils import copy_bytes, run_dtype
+from ..casts import copy_bytes, run_dtype, run_nbytes
 from .mapped import FileRange
 from .safetensors_file import DTYPES
 
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Its bytes after pending casts."""
-        return self.tensor.numel() * run_dtype(self.tensor).itemsize
+        return run_nbytes(self.tensor)
 
 
 def is_storable(tensor: torch.Tensor) -> bool:

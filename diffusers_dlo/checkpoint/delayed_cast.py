@@ -79,7 +79,7 @@ class Elements:
 
 
 class DelayedCast(torch.Tensor):
-    """What a cast gives while a model loads; see [Note: casts put off]."""
+    """What a cast gives while a model loads; see [Note: Casts put off]."""
 
     elements: Elements
 

@@ -18,7 +18,13 @@ _USUAL = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 
 
 def find_checkpoint(path: str) -> tuple[str, dict[str, frozenset[str] | None]]:
-    """The file or index that `path` means, and the files with the keys that an index says each of them holds."""
+    """
+    The file or index that `path` means, and the files with the keys that an index says each of them holds.
+
+    Raises:
+        `ValueError`: several candidates, or an index that leads out of its directory. `RuntimeError`: none, or a
+        damaged index.
+    """
     found = _pick(path) if os.path.isdir(path) else path
     if not os.path.isfile(found):
         raise RuntimeError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
 import threading
 from bisect import bisect_right
@@ -21,15 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tensor_utils import owned_tensors, put, set_pending_casts
+from ..casts import set_pending_casts
+from ..tensor_utils import owned_tensors, put
 from .delayed_cast import DataAssignment, DelayedCast, PutOffCasts
+from .mapped import mapped_addresses
 from .pending_guard import guard_pending
 
 
 _ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 """transformers casts in a pool of threads, where no dispatch mode of this thread applies, unless this is set."""
-_OF_FILE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ [1-9]\d* +/", re.MULTILINE)
-"""A line of `/proc/self/maps` with an inode and a path."""
 
 
 class mapped_loading(ContextDecorator):
@@ -44,7 +43,7 @@ class mapped_loading(ContextDecorator):
 
     Without it, a checkpoint in another dtype than the one asked for becomes a private copy in every rank. Where
     dtypes agree, it changes nothing: such weights stay in the file anyway. May be nested, used again, and used as a
-    decorator; other threads load as ever.
+    decorator; other threads load as ever, but transformers uses no threads of its own meanwhile.
 
     Until its weights are cast, a model
 
@@ -85,7 +84,7 @@ class _Load:
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
         for fresh in (False, True):
             if fresh:
-                self._mapped = _mapped_addresses()
+                self._mapped = mapped_addresses()
             index = bisect_right(self._mapped, (start, sys.maxsize)) - 1
             if index >= 0 and stop <= self._mapped[index][1]:
                 return True
@@ -100,20 +99,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-
-
-def _mapped_addresses() -> list[tuple[int, int]]:
-    """The runs of addresses, ascending, that show files."""
-    runs: list[tuple[int, int]] = []
-    if sys.platform != "linux":
-        return runs
-    with open("/proc/self/maps", "rb") as maps:
-        found = _OF_FILE.findall(maps.read())
-    for start, stop in ((int(start, 16), int(stop, 16)) for start, stop in found):
-        if runs and runs[-1][1] == start:
-            start, _ = runs.pop()
-        runs.append((start, stop))
-    return runs
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..tensor_utils import flat_bytes, is_dense
+from ..casts import flat_bytes
+from ..tensor_utils import is_dense
 
 
 _PRESENT, _SWAPPED, _OF_FILE = 63, 62, 61
@@ -84,6 +85,9 @@ def map_read_only(fd: int) -> torch.Tensor:
     """
     The file behind `fd` as `(nbytes,)` of `uint8`, for reading only: a write to it ends the process. `fd` may be
     closed after; the pages are those of the page cache, shared with every process that maps the file.
+
+    Raises:
+        `OSError` or `ValueError`: it cannot be mapped; an empty file cannot.
     """
     mapping = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
@@ -109,14 +113,14 @@ def locate_tensors(tensors: Iterable[torch.Tensor]) -> Located:
         return located
     mappings = _read_mappings()
     starts = [mapping.start for mapping in mappings]
-    candidates: dict[str, list[tuple[torch.Tensor, _Mapping]]] = defaultdict(list)
+    candidates: dict[tuple[str, str], list[tuple[torch.Tensor, _Mapping]]] = defaultdict(list)
     for tensor in unique.values():
         found = _mapping_of(tensor, mappings, starts)
         if isinstance(found, str):
             located.reasons[found] += _nbytes(tensor)
         else:
-            candidates[found.path].append((tensor, found))
-    for path, members in candidates.items():
+            candidates[found.path, found.identity].append((tensor, found))
+    for (path, _), members in candidates.items():
         _locate_in_file(path, members, located)
     return located
 
@@ -155,6 +159,15 @@ def _read_mappings() -> list[_Mapping]:
     return found
 
 
+def mapped_addresses() -> list[tuple[int, int]]:
+    """The runs of addresses of this process, ascending, that show files."""
+    runs: list[tuple[int, int]] = []
+    for mapping in _read_mappings() if sys.platform == "linux" else ():
+        start = runs.pop()[0] if runs and runs[-1][1] == mapping.start else mapping.start
+        runs.append((start, mapping.stop))
+    return runs
+
+
 def _mapping_of(tensor: torch.Tensor, mappings: Sequence[_Mapping], starts: Sequence[int]) -> _Mapping | str:
     """The mapping that shows the whole of `tensor`, or why there is none."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
@@ -170,7 +183,7 @@ def _mapping_of(tensor: torch.Tensor, mappings: Sequence[_Mapping], starts: Sequ
             "they are not views of a mapped file: loaded with a cast, not from safetensors, or changed while loading"
         )
     mapping = mappings[index]
-    if mapping.path.endswith(" (deleted)") or mapping.path.startswith("/memfd:"):
+    if mapping.path.endswith(" (deleted)"):
         return "their file has been deleted"
     if mapping.shared_for_writing:
         return "their file is mapped for shared writing"

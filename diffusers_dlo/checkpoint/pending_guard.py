@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tensor_utils import cast, owned_tensors, pending_casts, run_dtype, set_pending_casts
+from ..casts import cast, pending_casts, run_dtype, set_pending_casts
+from ..tensor_utils import owned_tensors
 
 
 def guard_pending(model: nn.Module) -> None:
@@ -66,13 +67,11 @@ class PendingGuard:
             for hook in part._forward_pre_hooks.values()
             if isinstance(hook, PendingGuard)
         ]
-        uncast = [(guard, name) for guard in guards for name in guard._uncast()]
+        uncast = [found for guard in guards for found in guard.uncast()]
         if uncast:
-            guard, name = uncast[0]
-            before, after = guard._dtypes[name]
             raise RuntimeError(
-                f"'{self._label}' cannot compute yet: '{name}' of '{guard._label}' and {len(uncast) - 1} more of its "
-                f"weights were loaded inside mapped_loading and are still to be cast from {before} to {after}. Enable "
+                f"'{self._label}' cannot compute yet: {uncast[0]}, and {len(uncast) - 1} more of its weights were "
+                "loaded inside mapped_loading and are still to be cast too. Enable "
                 "the offload first, move the model to its device with .to(...), or load it without mapped_loading."
             )
         for guard in guards:
@@ -106,9 +105,9 @@ class PendingGuard:
         own = {**self._module._parameters, **self._module._buffers}
         return {name: tensor for name, tensor in own.items() if tensor is not None and pending_casts(tensor)}
 
-    def _uncast(self) -> Iterator[str]:
-        """The names of tensors with casts pending, or that lost the note of them to something that made new ones."""
+    def uncast(self) -> Iterator[str]:
+        """Tensors with casts pending, or that lost the note of them to something that made new ones; in words."""
         for name, (before, after) in self._dtypes.items():
             tensor = self._module._parameters.get(name, self._module._buffers.get(name))
             if tensor is not None and (pending_casts(tensor) or (before != after and tensor.dtype == before)):
-                yield name
+                yield f"'{name}' of '{self._label}' is still to be cast from {before} to {after}"

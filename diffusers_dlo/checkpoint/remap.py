@@ -13,36 +13,14 @@ import torch
 from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
-from ..block_discovery import find_units
-from ..config import DistributedLayerwiseOffloadConfig
-from ..offload_plan import select
-from ..tensor_utils import born_on_device, flat_bytes, owned_tensors, put, run_dtype, set_pending_casts
+from ..casts import flat_bytes, run_dtype, set_pending_casts
+from ..tensor_utils import born_on_device, owned_tensors, put
 from .files import find_checkpoint
-from .mapped import locate_tensors
 from .pending_guard import guard_pending
 from .safetensors_file import DTYPES, StoredTensor, damaged, list_some, map_tensors, read_header
 
 
 _REMAP = "_remap_ckpt_key"
-
-
-def supports_mmap_loading(pipeline_or_module: object) -> bool:
-    r"""
-    Whether every component that would stream can be fed from mapped safetensors files: its class defines
-    `_remap_ckpt_key`, or the weights of its blocks are views of mapped files already, as `from_pretrained` leaves them
-    where the dtype is the file's. Reads no weights.
-
-    Args:
-        pipeline_or_module (`DiffusionPipeline` or `torch.nn.Module`): of a pipeline, the components that enabling
-            without options would stream.
-    """
-    try:
-        streamed = select(pipeline_or_module, DistributedLayerwiseOffloadConfig(), None).streamed
-        return bool(streamed) and all(
-            _remap_function(module) is not None or _is_mapped(module) for module in streamed.values()
-        )
-    except (TypeError, ValueError, RuntimeError):
-        return False  # nothing to stream, no blocks, or a file that was cut off
 
 
 def load_mapped_checkpoint(model: nn.Module, path: str | os.PathLike) -> nn.Module:
@@ -74,7 +52,7 @@ def load_mapped_checkpoint(model: nn.Module, path: str | os.PathLike) -> nn.Modu
         raise TypeError(f"Expected a torch.nn.Module, got {type(model).__name__!r}. Fill a pipeline's models singly.")
     target = unwrap_module(model)
     class_name = type(target).__name__
-    remap = _remap_function(target)
+    remap = remap_function(target)
     if remap is None:
         raise TypeError(
             f"{class_name!r} does not define '{_REMAP}', so the keys of a checkpoint cannot be mapped to its names. "
@@ -96,16 +74,9 @@ def load_mapped_checkpoint(model: nn.Module, path: str | os.PathLike) -> nn.Modu
     return model
 
 
-def _remap_function(model: nn.Module) -> Callable[[str], object] | None:
+def remap_function(model: nn.Module) -> Callable[[str], object] | None:
     """What `_remap_ckpt_key` of the model's class is on this model: static, class or instance method."""
     return getattr(model, _REMAP) if callable(getattr(type(model), _REMAP, None)) else None
-
-
-def _is_mapped(module: nn.Module) -> bool:
-    parameters = [
-        owned.tensor for unit in find_units(module)[0] for owned in unit.tensors if owned.owners[0].kind == "parameter"
-    ]
-    return len(locate_tensors(parameters).ranges) == len(parameters)
 
 
 def _sources(

@@ -100,6 +100,9 @@ def map_tensors(stored: Iterable[StoredTensor]) -> dict[StoredTensor, torch.Tens
     """
     Each tensor as a view of its file: private, and writable without reaching the file, as safetensors gives them. Its
     own `get_tensor` reads a byte of each, and the kernel what lies around that: of a cold file easily all of it.
+
+    Raises:
+        `RuntimeError`: a file cannot be mapped.
     """
     every = list(stored)
     stops: dict[str, int] = {}

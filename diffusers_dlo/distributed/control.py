@@ -186,7 +186,7 @@ class ControlMesh:
                 if fds:
                     return fds[0]
                 break
-        raise RankLost(f"rank {self.rank} did not receive the shared memory from rank {peer}")
+        raise RankLost(f"rank {self.rank} did not receive a file from rank {peer}")
 
     def close(self) -> None:
         """Closes every socket; the other ranks see this rank as gone. Idempotent."""

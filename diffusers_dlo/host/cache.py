@@ -33,21 +33,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-import torch
 from diffusers.utils import logging
 
+from ..casts import middle_bytes
 from ..checkpoint.container import Container, Entry, chunk_digests, content_digest
 from ..checkpoint.mapped import FileRange, FileStamp, Located
 from ..comparison import digest_of
 from ..distributed.group import OffloadGroup
 from ..offload_plan import OffloadPlan
-from ..tensor_utils import OwnedTensor, copy_bytes
+from ..tensor_utils import OwnedTensor
 from .cache_key import WeightIdentity
 
 
 logger = logging.get_logger(__name__)
 
-_SAMPLE_NBYTES = 64
+_POLL_SECONDS = 0.05
+_SECONDS_NS = 2_000_000_000
+"""Times of change are given in steps of two seconds, which every file system can hold."""
 _REMEDY = "Name another 'cache_dir', or leave it out."
 
 
@@ -146,9 +148,9 @@ class WeightCache:
                 try:
                     fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                     undo.callback(os.close, fd)
-                except OSError as error:  # a link to nowhere, or one that is not ours to read
-                    if said["there"]:
-                        logger.info(f"'{self._path}' cannot be opened ({error.strerror})")
+                except OSError as error:
+                    if error.errno not in (errno.ENOENT, errno.ELOOP):  # also a link to nowhere, or to itself
+                        raise
                 if fd is not None and not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise OSError(0, "it is there, and no file")
                 said["opened"] = fd is not None
@@ -213,7 +215,7 @@ class WeightCache:
                 self._weights.check_sources()
         with self._agreement("name"):
             if rank == 0:
-                written_ns = time.time_ns() // 1_000_000 * 1_000_000  # a time that every file system can hold
+                written_ns = time.time_ns() // _SECONDS_NS * _SECONDS_NS
                 chunks = {int(n): digest for reply in replies for n, digest in reply["chunks"].items()}
                 container.write_header(fd, content=content_digest(chunks), written_ns=str(written_ns))
                 os.fsync(fd)
@@ -229,8 +231,8 @@ class WeightCache:
                 yield replies
             except OSError as error:
                 raise RuntimeError(
-                    f"'{self._path}' cannot be written ({error.strerror or error}); nothing is left of it. Free disk "
-                    "space, name another 'cache_dir', or leave it out."
+                    f"'{self._path}' cannot be used or written ({error.strerror or error}); nothing is left half "
+                    "written. Free disk space, name another 'cache_dir', or leave it out."
                 ) from error
 
     def _lock(self, undo: ExitStack) -> None:
@@ -239,8 +241,24 @@ class WeightCache:
             if self._group.rank == 0:
                 self._folder_fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 undo.callback(os.close, self._folder_fd)
-                with suppress(OSError):  # a file system without locks: the first that is done gives the name
-                    fcntl.flock(self._folder_fd, fcntl.LOCK_EX)
+                self._wait_for_lock()
+
+    def _wait_for_lock(self) -> None:
+        deadline, told = time.monotonic() + self._group.control.timeout, False
+        while True:
+            try:
+                return fcntl.flock(self._folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"Another process has been writing to '{self._folder}' for longer than 'timeout'. {_REMEDY}"
+                    ) from None
+            except OSError:
+                return None  # a file system without locks: the first that is done gives the name
+            if not told:
+                logger.info(f"Waiting for another process that writes to '{self._folder}'")
+                told = True
+            time.sleep(_POLL_SECONDS)
 
     def _share_new_file(self, nbytes: int, undo: ExitStack) -> int:
         """A file of `nbytes` in the directory that nobody else sees, open on all ranks."""
@@ -276,15 +294,18 @@ class WeightCache:
         Makes the complete file appear under its name, in one step. A file that another start, without a lock, gave
         that name meanwhile stays: that start streams from it.
         """
-        with suppress(FileExistsError):
+        try:
             # A directory is named because that makes Python follow the link in /proc.
-            os.link(
-                self._temporary or f"/proc/self/fd/{fd}",
-                self._path,
-                src_dir_fd=self._folder_fd,
-                follow_symlinks=True,
-            )
-        os.fsync(self._folder_fd)
+            source = self._temporary or f"/proc/self/fd/{fd}"
+            os.link(source, self._path, src_dir_fd=self._folder_fd, follow_symlinks=True)
+        except FileExistsError:
+            pass
+        except OSError:
+            if self._temporary is None:
+                raise
+            os.rename(self._temporary, self._path)  # a file system without hard links
+        with suppress(OSError):  # the name is given; not every file system can sync a directory
+            os.fsync(self._folder_fd)
 
     def _bar(self, what: str, nbytes: int) -> Any:
         # Ranks do equal shares at the same time, so that of rank 0 stands for all.
@@ -300,10 +321,8 @@ class WeightCache:
 
 def _has_sample(fd: int, offset: int, entry: Entry) -> bool:
     """Whether a few bytes from the middle of a tensor are in an open file."""
-    middle = entry.nbytes // 2
-    expected = torch.empty(min(_SAMPLE_NBYTES, entry.nbytes - middle), dtype=torch.uint8)
-    copy_bytes(entry.tensor, middle, expected)
-    return os.pread(fd, expected.numel(), offset + middle) == bytes(expected.tolist())
+    expected = middle_bytes(entry.tensor)
+    return os.pread(fd, len(expected), offset + entry.nbytes // 2) == expected
 
 
 def _remove(path: str) -> None:

@@ -10,11 +10,11 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 
+from ..casts import flat_bytes, middle_bytes, pending_casts
 from ..checkpoint.container import Entry, is_storable
 from ..checkpoint.mapped import Located
-from ..comparison import sample
 from ..offload_plan import OffloadPlan
-from ..tensor_utils import OwnedTensor, flat_bytes, pending_casts
+from ..tensor_utils import OwnedTensor
 
 
 _VERSION = "1"
@@ -62,7 +62,7 @@ class WeightIdentity:
                 if place.path not in files:
                     files[place.path] = _describe_file(place.path)
                 found = f"{entry.tensor.dtype} at {place.offset} of {files[place.path]}"
-                yield f"{entry.name} {found} {sample(entry.tensor).hex()}"
+                yield f"{entry.name} {found} {middle_bytes(entry.tensor).hex()}"
 
     def digest_loose(self, rank: int, size: int) -> dict[int, str]:
         """
@@ -93,6 +93,12 @@ class WeightIdentity:
         }
 
     def check_sources(self) -> None:
+        """
+        Makes sure that the files which weights came from are as they were when they were described.
+
+        Raises:
+            `RuntimeError`: naming one that is not.
+        """
         for path, described in self._sources.items():
             if _describe_file(path) != described:
                 raise RuntimeError(
@@ -112,5 +118,7 @@ def _describe_file(path: str) -> str:
         finally:
             os.close(fd)
     except OSError as error:
-        raise RuntimeError(f"'{path}', where weights were loaded from, cannot be read ({error.strerror}).") from error
+        raise RuntimeError(
+            f"'{path}', where weights were loaded from, cannot be read ({error.strerror}). Load the model again."
+        ) from error
     return f"{status.st_size} bytes, changed {status.st_mtime_ns}, header {header}"

@@ -6,13 +6,14 @@ Owns the choice of a host store, made by all ranks of a group alike. Must not fi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 from diffusers.utils import logging
 
 from ..checkpoint.mapped import FileStamp
 from ..device.platform import Platform
+from ..distributed.control import RankLost
 from ..distributed.group import OffloadGroup
 from ..offload_plan import OffloadPlan
 from .mapped import MappedStore
@@ -44,8 +45,8 @@ def create_store(
     for plan in plans:
         try:
             store = _create(plan, group, platform, stamps or {})
-        except RuntimeError as error:
-            reasons.append(f"{plan.host}: {error}")
+        except _Refused as refusal:
+            reasons.append(f"{plan.host}: {refusal}")
             continue
         if reasons and group.rank == 0:
             logger.warning(
@@ -53,19 +54,43 @@ def create_store(
                 + " ".join(reasons)
             )
         return store
-    raise RuntimeError("The weights cannot be kept in host memory: " + "; ".join(reasons))
+    remedy = ' Use host="packed" or "pinned".' if plans[-1].host == "mapped" else ""
+    raise RuntimeError("The weights cannot be kept in host memory: " + "; ".join(reasons) + remedy)
+
+
+class _Refused(Exception):
+    """A rank of the group could not make its part of a store: all know, and try the next kind."""
+
+
+@contextmanager
+def _refusable(group: OffloadGroup, step: str) -> Iterator[None]:
+    """
+    An agreement on a step which the world may refuse a rank, by a `RuntimeError`: all ranks raise `_Refused` then.
+    Whatever else goes wrong ends enabling on all of them.
+    """
+    said: dict[str, str] = {}
+    with group.agreement(step, said) as replies:
+        try:
+            yield
+        except RankLost:
+            raise
+        except RuntimeError as error:
+            said["refused"] = str(error)
+    for rank, reply in enumerate(replies):
+        if "refused" in reply:
+            raise _Refused(said.get("refused") or f"rank {rank}: {reply['refused']}")
 
 
 def _create(plan: OffloadPlan, group: OffloadGroup, platform: Platform, stamps: Mapping[str, FileStamp]) -> HostStore:
     with ExitStack() as undo:
         store: HostStore
         if plan.host == "pinned":
-            with group.agreement("enable: pinned memory"):
+            with _refusable(group, "enable: pinned memory"):
                 store = PinnedStore(plan, group.rank, platform)
                 undo.callback(store.close)
         else:
             fd = _share_memory(image_offsets(plan)[1], group)
-            with group.agreement(f"enable: {plan.host} memory"):
+            with _refusable(group, f"enable: {plan.host} memory"):
                 # The store closes the file, also when it cannot be made.
                 if plan.host == "mapped":
                     store = MappedStore(plan, group.rank, platform, fd, stamps)
@@ -82,7 +107,7 @@ def _share_memory(nbytes: int, group: OffloadGroup) -> int | None:
         return None
     fd: int | None = None
     with ExitStack() as undo:
-        with group.agreement("enable: shared memory"):
+        with _refusable(group, "enable: shared memory"):
             if group.rank == 0:
                 fd = create_shared_file(nbytes)
                 undo.callback(os.close, fd)

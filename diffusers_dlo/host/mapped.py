@@ -14,7 +14,7 @@ where this rank copies from it. Must not write to a file, nor read more of it th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -55,7 +55,10 @@ class MappedFile:
             self.values = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
         except OSError as error:
             self.close()
-            raise RuntimeError(f"'{path}' cannot be mapped ({error.strerror or error}).") from error
+            raise RuntimeError(
+                f"'{path}' cannot be mapped ({error.strerror or error}). Make it readable for every rank, or use "
+                'host="packed".'
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -77,7 +80,10 @@ class MappedFile:
 
     def check_content(self) -> None:
         """As `check`, of the file that was opened, wherever it is now."""
-        now = FileStamp.of(self._fd)
+        try:
+            now = FileStamp.of(self._fd)
+        except OSError as error:
+            self._refuse(f"cannot be read any more ({error.strerror})")
         if now.nbytes != self._stamp.nbytes:
             self._refuse(f"had {self._stamp.nbytes} bytes and has {now.nbytes} now")
         if now.changed_ns != self._stamp.changed_ns:
@@ -113,13 +119,16 @@ class MappedStore(PackedStore):
         self, plan: OffloadPlan, rank: int, platform: Platform, fd: int | None, stamps: Mapping[str, FileStamp]
     ) -> None:
         self._files: dict[str, MappedFile] = {}
-        self._leaves_ready: set[int] = set()
+        self._prepared: set[int] = set()
+        "leaves that were used: one that is never called is neither read nor locked"
         super().__init__(plan, rank, platform, fd)
         try:
             for path in plan.files:
                 self._files[path] = MappedFile(path, stamps[path])
             blocks = [unit for unit, layout in enumerate(self.layouts) if not layout.is_leaf]
-            self._lock([piece for unit in blocks for piece in self._pieces(unit)], show=rank == 0)
+            places = [place for unit in blocks for _, place in self._pieces(unit)]
+            read_ahead(places, show=rank == 0)
+            self._lock(places)
         except BaseException:
             self.close()
             raise
@@ -137,14 +146,23 @@ class MappedStore(PackedStore):
         return sum(run.nbytes for layout in self.layouts for run in layout.runs)
 
     def extents(self, unit: int) -> list[Extent]:
-        if self.layouts[unit].is_leaf:
-            self._ready_leaf(unit)
         found = []
         for offset, place in self._pieces(unit):
             for source in self._registrations.split(self._files[place.path].content[place.offset :][: place.nbytes]):
                 found.append(Extent(offset, source))
                 offset += source.numel()
         return found + self._memory_extents(unit)
+
+    def prepare(self, unit: int) -> None:
+        if unit in self._prepared:
+            return
+        places = [place for _, place in self._pieces(unit)]
+        read_ahead(places)
+        try:
+            self._lock(places)
+        except RuntimeError as error:
+            logger.warning(f"'{self.layouts[unit].name}' is copied from pageable memory, which is slower ({error})")
+        self._prepared.add(unit)
 
     def view(self, unit: int, tensor: int) -> torch.Tensor | None:
         place = self.layouts[unit].tensors[tensor]
@@ -163,9 +181,9 @@ class MappedStore(PackedStore):
         for file in self._files.values():
             file.check()
 
-    def check_readable(self) -> None:
-        for file in self._files.values():
-            file.check_content()
+    def check_readable(self, unit: int) -> None:
+        for path in {run.path for run in self.layouts[unit].runs}:
+            self._files[path].check_content()
 
     def close(self) -> None:
         super().close()
@@ -174,29 +192,15 @@ class MappedStore(PackedStore):
 
     def _pieces(self, unit: int) -> list[tuple[int, FileRange]]:
         """What this rank copies of a unit from files, each with its place in what is fetched."""
-        layout, size = self.layouts[unit], self.plan.group_size
-        shard = layout.shard_nbytes(size)
-        low, high = (0, layout.nbytes) if self.whole[unit] else (self.rank * shard, (self.rank + 1) * shard)
+        low, high = self.copied_bounds(unit)
         found = []
-        for run in layout.runs:
+        for run in self.layouts[unit].runs:
             start, stop = max(low, run.offset), min(high, run.offset + run.nbytes)
             if start < stop:
                 place = FileRange(run.path, run.file_offset + start - run.offset, stop - start)
                 found.append((start - low, place))
         return found
 
-    def _lock(self, pieces: list[tuple[int, FileRange]], show: bool) -> None:
-        """Has parts of files in memory, read in large blocks if they are not, and page-locks them."""
-        places = [place for _, place in pieces]
-        read_ahead(places, show=show)
+    def _lock(self, places: Sequence[FileRange]) -> None:
+        """Page-locks parts of files, which brings them into memory."""
         self._registrations.add(self._files[p.path].content[p.offset : p.offset + p.nbytes] for p in places)
-
-    def _ready_leaf(self, unit: int) -> None:
-        """At the first use of a leaf: one that is never called is neither read nor locked."""
-        if unit in self._leaves_ready:
-            return
-        self._leaves_ready.add(unit)
-        try:
-            self._lock(self._pieces(unit), show=False)
-        except RuntimeError as error:
-            logger.warning(f"'{self.layouts[unit].name}' is copied from pageable memory, which is slower ({error})")

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 from diffusers.utils import logging
 
+from ..casts import pending_casts
 from ..checkpoint.mapped import FileRange, FileStamp, Located
 from ..comparison import digest_of
 from ..device.platform import Platform
 from ..offload_plan import OffloadPlan
-from ..tensor_utils import OwnedTensor, nbytes_of, pending_casts
+from ..tensor_utils import OwnedTensor, nbytes_of
 
 
 logger = logging.get_logger(__name__)
@@ -115,32 +116,38 @@ def rank_plans(
     The plans to try, in order, for a `host` option; the same on all ranks.
 
     Args:
+        kind (`str`): the option.
         plan (`OffloadPlan`): that of a store which needs no files.
         offer (`Offer`): this rank's.
         digests (`Sequence[str | None]`): what `Offer.digest` is on each rank.
+        platform (`Platform`): the onload device.
 
     Raises:
-        `RuntimeError`: `host="mapped"` and no weight can stay in its file, with the reason.
+        `RuntimeError`: the option asks for what this device or these weights cannot do, with the reason.
     """
+    if kind != "pinned" and not platform.registers_host_memory:
+        if kind != "auto":
+            raise RuntimeError(
+                f"host={kind!r} needs a device that copies from memory it did not allocate, and "
+                f"'{platform.device.type}' devices do not. Use host=\"pinned\"."
+            )
+        return [replace(plan, host="pinned")]
     if kind in ("packed", "pinned"):
         return [plan]
     reason = None
-    if not platform.registers_host_memory:
-        reason = f"'{platform.device.type}' devices cannot copy from memory that they did not allocate"
-    elif None in digests:
-        here = offer.plan is None
-        reason = offer.reason if here else f"on rank {digests.index(None)} no weights are views of files"
+    if None in digests:
+        reason = offer.reason if offer.plan is None else f"rank {digests.index(None)} did not load them from files"
     elif len(set(digests)) > 1:
-        reason = "the ranks loaded them from different files"
+        reason = "ranks loaded them from different files; load the same on all"
     if reason is None:
         assert offer.plan is not None
         others = [] if kind == "mapped" else [replace(plan, host="packed"), replace(plan, host="pinned")]
         return [offer.plan, *others]
     if kind == "mapped":
         raise RuntimeError(
-            f'host="mapped" needs weights that are views of safetensors files, and no weights here are: {reason}. '
-            "Load safetensors with from_pretrained in the dtype of the file, write them in the wanted dtype with "
-            '`diffusers-dlo pack`, or use host="packed".'
+            f'host="mapped" has weights stream from their files, and these cannot: {reason}. Load safetensors with '
+            "from_pretrained in the dtype of the file, write them in the wanted dtype with `diffusers-dlo pack` or "
+            'cache_dir=, or use host="packed".'
         )
     logger.info(f"The weights do not stay in their files ({reason}); they are copied into one shared copy per host")
     return [replace(plan, host="packed"), replace(plan, host="pinned")]

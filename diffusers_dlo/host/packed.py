@@ -56,7 +56,11 @@ def create_shared_file(nbytes: int) -> int:
                 fd = os.dup(file.fileno())
     except OSError as error:
         raise RuntimeError(f"Cannot create a shared file for the packed weights ({error.strerror}).") from error
-    os.ftruncate(fd, nbytes)
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise RuntimeError(f"Cannot make a shared file of {nbytes} bytes ({error.strerror}).") from error
     return fd
 
 
@@ -89,7 +93,10 @@ class PackedStore(HostStore):
             raise
 
     def _open(self, fd: int, nbytes: int) -> None:
-        mapping = mmap.mmap(fd, nbytes)
+        try:
+            mapping = mmap.mmap(fd, nbytes)
+        except OSError as error:
+            raise RuntimeError(f"Cannot map {nbytes} bytes of shared memory ({error.strerror}).") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a wish: DMA from large pages needs fewer translations
                 mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -115,8 +122,8 @@ class PackedStore(HostStore):
         return self._memory_extents(unit)
 
     def _memory_extents(self, unit: int) -> list[Extent]:
-        low, high = self._bounds(unit, self.whole[unit])
-        base = 0 if self.whole[unit] else self.rank * self.layouts[unit].shard_nbytes(self.plan.group_size)
+        base, _ = bounds = self.copied_bounds(unit)
+        low, high = self._in_memory(unit, bounds)
         return [Extent(low - base, self._part(unit, low, high))] if low < high else []
 
     def view(self, unit: int, tensor: int) -> torch.Tensor | None:
@@ -138,7 +145,7 @@ class PackedStore(HostStore):
         return self.layouts[unit].memory_nbytes(self.plan.group_size) > 0
 
     def write(self, unit: int, tensors: Sequence[torch.Tensor]) -> None:
-        low, high = self._bounds(unit, whole=False)
+        low, high = self._in_memory(unit, self.shard_bounds(unit))
         if low < high:
             copy_range(self.layouts[unit], tensors, low, self._part(unit, low, high))
 
@@ -152,7 +159,7 @@ class PackedStore(HostStore):
 
     def _reserve(self, mapping: mmap.mmap, unit: int) -> None:
         """Has this rank's shard of a unit in memory, as an error where there is none left."""
-        low, high = self._bounds(unit, whole=False)
+        low, high = self._in_memory(unit, self.shard_bounds(unit))
         if sys.platform != "linux" or low >= high:
             return  # not Linux: one rank, and memory comes as it is written to
         start, nbytes = self._offsets[unit] + low - self.layouts[unit].memory_offset, high - low
@@ -175,12 +182,11 @@ class PackedStore(HostStore):
             f"({error.strerror}). Free host memory or raise the container's limit."
         ) from error
 
-    def _bounds(self, unit: int, whole: bool) -> tuple[int, int]:
-        """The bytes of a unit's image that are in memory; of this rank's shard, unless `whole`."""
-        layout, size = self.layouts[unit], self.plan.group_size
-        shard = layout.shard_nbytes(size)
-        low, high = (0, layout.padded_nbytes(1)) if whole else (self.rank * shard, (self.rank + 1) * shard)
-        return max(low, layout.memory_offset), min(high, layout.memory_offset + layout.memory_nbytes(size))
+    def _in_memory(self, unit: int, bounds: tuple[int, int]) -> tuple[int, int]:
+        """What of bytes `bounds` of a unit's image is in memory."""
+        layout = self.layouts[unit]
+        end = layout.memory_offset + layout.memory_nbytes(self.plan.group_size)
+        return max(bounds[0], layout.memory_offset), min(bounds[1], end)
 
     def _part(self, unit: int, low: int, high: int) -> torch.Tensor:
         """Bytes `[low, high)` of a unit's image, which are in memory."""

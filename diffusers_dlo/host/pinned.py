@@ -28,9 +28,10 @@ class PinnedStore(HostStore):
         super().__init__(plan, rank)
         self._starts: list[int] = []
         end = 0
-        for unit, layout in enumerate(self.layouts):
+        for unit in range(len(self.layouts)):
             self._starts.append(end)
-            end += layout.padded_nbytes(1) if self.whole[unit] else layout.shard_nbytes(plan.group_size)
+            low, high = self.copied_bounds(unit)
+            end += high - low
         self._chunks: list[torch.Tensor] = []
         for start in range(0, end, _CHUNK_NBYTES):
             self._chunks.append(platform.pinned_empty(min(_CHUNK_NBYTES, end - start)))
@@ -48,12 +49,11 @@ class PinnedStore(HostStore):
         return 0
 
     def extents(self, unit: int) -> list[Extent]:
-        start, layout = self._starts[unit], self.layouts[unit]
-        nbytes = layout.padded_nbytes(1) if self.whole[unit] else layout.shard_nbytes(self.plan.group_size)
-        return [Extent(at - start, source) for at, source in self._pieces(start, start + nbytes)]
+        start, (low, high) = self._starts[unit], self.copied_bounds(unit)
+        return [Extent(at - start, source) for at, source in self._pieces(start, start + high - low)]
 
     def is_whole(self, unit: int) -> bool:
-        return self.whole[unit] or self.plan.group_size == 1
+        return self.copies_whole[unit] or self.plan.group_size == 1
 
     def view(self, unit: int, tensor: int) -> torch.Tensor | None:
         if not self.is_whole(unit):
@@ -79,10 +79,9 @@ class PinnedStore(HostStore):
         return found
 
     def write(self, unit: int, tensors: Sequence[torch.Tensor]) -> None:
-        layout = self.layouts[unit]
-        base = 0 if self.whole[unit] else self.rank * layout.shard_nbytes(self.plan.group_size)
+        base, _ = self.copied_bounds(unit)
         for offset, source in self.extents(unit):
-            copy_range(layout, tensors, base + offset, source)
+            copy_range(self.layouts[unit], tensors, base + offset, source)
 
     def close(self) -> None:
         self._chunks = []

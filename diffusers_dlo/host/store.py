@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 
 from ..block_layout import BlockLayout, TensorLayout
+from ..casts import copy_bytes
 from ..offload_plan import OffloadPlan
-from ..tensor_utils import copy_bytes, typed_view
+from ..tensor_utils import typed_view
 
 
 class Extent(NamedTuple):
@@ -38,7 +39,7 @@ class HostStore(ABC):
         self.plan = plan
         self.rank = rank
         self.layouts: list[BlockLayout] = [unit for _, unit in plan.units]
-        self.whole: list[bool] = [plan.whole_on_rank(component, unit) for component, unit in plan.units]
+        self.copies_whole: list[bool] = [plan.whole_on_rank(component, unit) for component, unit in plan.units]
 
     @property
     @abstractmethod
@@ -59,6 +60,21 @@ class HostStore(ABC):
     def files_nbytes(self) -> int:
         """Bytes of `shared_nbytes` that lie in files, and so in the page cache."""
         return 0
+
+    def shard_bounds(self, unit: int) -> tuple[int, int]:
+        """The bytes of a unit's image that are this rank's shard: where they begin and end."""
+        nbytes = self.layouts[unit].shard_nbytes(self.plan.group_size)
+        return self.rank * nbytes, (self.rank + 1) * nbytes
+
+    def copied_bounds(self, unit: int) -> tuple[int, int]:
+        """The bytes of a unit's image that this rank copies to the device: its shard, or the whole."""
+        return (0, self.layouts[unit].padded_nbytes(1)) if self.copies_whole[unit] else self.shard_bounds(unit)
+
+    def prepare(self, unit: int) -> None:  # noqa: B027
+        """
+        Makes a leaf ready to be copied, which is called before each use of it: what only a first use needs is done
+        then.
+        """
 
     @abstractmethod
     def extents(self, unit: int) -> list[Extent]:
@@ -96,10 +112,8 @@ class HostStore(ABC):
             `RuntimeError`: they changed, or may have; the message names the culprit.
         """
 
-    def check_readable(self) -> None:  # noqa: B027
-        """
-        As `check`, for reading values: what was only replaced by something else is still here to be read.
-        """
+    def check_readable(self, unit: int) -> None:  # noqa: B027
+        """As `check`, for reading the values of one unit: what was only replaced is still here to be read."""
 
 
 def tensor_view(image: torch.Tensor, tensor: TensorLayout, base: int = 0) -> torch.Tensor:
