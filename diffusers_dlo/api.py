@@ -227,7 +227,7 @@ def _commit(
         with group.agreement("enable: device"):
             for part, component in zip(parts, store.plan.components):
                 part.attach_to_engine(component, store, config.slots)
-            move_tensors(_resident(parts, selection.placed), platform.device, moved)
+            move_tensors(_resident(parts, selection.placed), platform.device, moved, aligned=True)
         _fill_store(parts, store, group)
         handle = OffloadHandle(config, store.plan, engine, parts, selection.placed, store)
         with group.agreement("enable: hooks"):

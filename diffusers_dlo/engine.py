@@ -115,6 +115,16 @@ class Engine:
         are closed first: those whose call is no longer on this thread's stack.
         """
         self._claim_thread(component.name)
+        self._close_interrupted()
+        self._open.append((component, _calling_frame()))
+        try:
+            self._lane_of(component).enter(component)
+        except BaseException:
+            self._close(component)
+            raise
+
+    def _close_interrupted(self) -> None:
+        """Closes forwards whose call has ended without its hooks, and lets go of what they held."""
         while self._open and not _on_stack(self._open[-1][1]):
             self._open.pop()
         if not self._open:
@@ -123,12 +133,6 @@ class Engine:
                 lane.let_go_all()
             for other in self._components.values():
                 self._leaves.let_go(other.leaves)
-        self._open.append((component, _calling_frame()))
-        try:
-            self._lane_of(component).enter(component)
-        except BaseException:
-            self._close(component)
-            raise
 
     def leave(self, component: Component, complete: bool) -> None:
         """A forward of the component has ended; `complete` is False where it raised."""
@@ -141,8 +145,9 @@ class Engine:
         """Makes a unit's tensors readable on the current stream."""
         if self._thread is not None:
             self._claim_thread(unit.component)
+        if unit.layout.is_leaf or (not self._open and self._components[unit.component].plan.transfer == "local"):
+            unit.store.check()  # where no pass and no forward does
         if unit.layout.is_leaf:
-            unit.store.check()  # no pass does it for leaves
             self._leaves.acquire(unit)
         else:
             self._lane_of(self._components[unit.component]).acquire(unit)
@@ -191,6 +196,9 @@ class Engine:
 
     def join(self) -> None:
         """See `GatherLane.join`."""
+        self._close_interrupted()
+        if not self._open:
+            self._thread = None
         self._bury()
         lane = self.lanes.get("all_gather")
         if isinstance(lane, GatherLane):

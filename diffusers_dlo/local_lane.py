@@ -21,11 +21,7 @@ class LocalLane(Lane):
             component.adopt(component.proposal)
         if block.index not in component.order:
             component.adopt(component.full_order)
-        slot = self.ring.find(component.name, block.index)
-        if slot is None:
-            component.store.check()  # a block may be called by itself, outside of a forward
-            slot = self._fetch(block)
-        return slot
+        return self.ring.find(component.name, block.index) or self._fetch(block)
 
     def _fetch_ahead(self, component: Component, block: Unit) -> None:
         assert self.ring is not None

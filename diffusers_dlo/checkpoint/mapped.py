@@ -56,11 +56,13 @@ class FileStamp(NamedTuple):
 class Located:
     """
     Where tensors lie in files, by the tensor's id; and for those that do not, why, with how many bytes of each reason.
-    `written` are the ids of those that did lie in a file until they were written to.
+    `written` are the ids of those that did lie in a file until they were written to, `stamps` are the files as they
+    were when they were found to be the right ones.
     """
 
     ranges: dict[int, FileRange] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
+    stamps: dict[str, FileStamp] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     @property
@@ -111,7 +113,12 @@ def locate_tensors(tensors: Iterable[torch.Tensor]) -> Located:
         for tensor in unique.values():
             located.reasons["files are mapped on Linux only"] += _nbytes(tensor)
         return located
-    mappings = _read_mappings()
+    try:
+        mappings = _read_mappings()
+    except OSError as error:
+        for tensor in unique.values():
+            located.reasons[f"the system does not say what is mapped ({error.strerror})"] += _nbytes(tensor)
+        return located
     starts = [mapping.start for mapping in mappings]
     candidates: dict[tuple[str, str], list[tuple[torch.Tensor, _Mapping]]] = defaultdict(list)
     for tensor in unique.values():
@@ -132,7 +139,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 def _read_mappings() -> list[_Mapping]:
     """What `/proc/self/maps` says of mapped files; neighbours that continue each other are one."""
     found: list[_Mapping] = []
-    with open("/proc/self/maps", errors="surrogateescape") as lines:
+    with open("/proc/self/maps", errors="surrogateescape", newline="\n") as lines:
         for line in lines:
             addresses, access, offset, device, inode, *path = line.rstrip("\n").split(maxsplit=5)
             if not path or not path[0].startswith("/") or inode == "0":
@@ -201,8 +208,10 @@ def _locate_in_file(path: str, members: Sequence[tuple[torch.Tensor, _Mapping]],
     except OSError as error:
         return refuse(f"their file '{path}' cannot be opened ({error.strerror})")
     try:
-        size = os.fstat(fd).st_size
-        content = map_read_only(fd) if size else torch.empty(0, dtype=torch.uint8)
+        stamp = FileStamp.of(fd)
+        if not stamp.nbytes:
+            raise _cut_off(path, 0)
+        content = map_read_only(fd)
     except (OSError, ValueError) as error:
         return refuse(f"their file '{path}' cannot be mapped ({error})")
     finally:
@@ -215,11 +224,8 @@ def _locate_in_file(path: str, members: Sequence[tuple[torch.Tensor, _Mapping]],
     for tensor, mapping in members:
         start = mapping.offset + tensor.data_ptr() - mapping.start
         nbytes = _nbytes(tensor)
-        if start + nbytes > size:
-            raise RuntimeError(
-                f"'{path}' has {size} bytes and had {start + nbytes} or more when it was loaded: it has been cut off "
-                "since. Restore the file and load the model again."
-            )
+        if start + nbytes > stamp.nbytes:
+            raise _cut_off(path, stamp.nbytes)
         if mapping not in dirty_pages:
             try:
                 dirty_pages[mapping] = _dirty_pages(mapping.start, mapping.stop)
@@ -230,6 +236,14 @@ def _locate_in_file(path: str, members: Sequence[tuple[torch.Tensor, _Mapping]],
             located.reasons["they were written to after loading"] += nbytes
         else:
             located.ranges[id(tensor)] = FileRange(path, start, nbytes)
+            located.stamps[path] = stamp
+
+
+def _cut_off(path: str, nbytes: int) -> RuntimeError:
+    return RuntimeError(
+        f"'{path}' has {nbytes} bytes, fewer than when it was loaded: it has been cut off since. Restore the file and "
+        "load the model again."
+    )
 
 
 def _dirty_pages(start: int, stop: int) -> list[int]:

@@ -54,7 +54,7 @@ def create_store(
                 + " ".join(reasons)
             )
         return store
-    remedy = ' Use host="packed" or "pinned".' if plans[-1].host == "mapped" else ""
+    remedy = '. Use host="packed" or "pinned".' if plans[-1].host == "mapped" else ""
     raise RuntimeError("The weights cannot be kept in host memory: " + "; ".join(reasons) + remedy)
 
 

@@ -52,7 +52,7 @@ def offer_mapped(
     owned: Sequence[Sequence[OwnedTensor]],
     ranges: Mapping[int, FileRange],
     reason: str,
-    stamps: Mapping[str, FileStamp] | None = None,
+    stamps: Mapping[str, FileStamp],
 ) -> Offer:
     """
     What this rank can offer.
@@ -62,10 +62,7 @@ def offer_mapped(
         owned (`Sequence[Sequence[OwnedTensor]]`): the tensors of each unit.
         ranges (`Mapping[int, FileRange]`): where they lie in files as they are to be used, by id.
         reason (`str`): why others do not.
-        stamps (`Mapping[str, FileStamp]`, *optional*): of files that were looked at already, as they were then.
-
-    Raises:
-        `RuntimeError`: a file is gone.
+        stamps (`Mapping[str, FileStamp]`): of the files, from before they were looked at.
     """
     sizes = {id(item.tensor): nbytes_of([item]) for unit in owned for item in unit}
     usable = {key: ranges[key] for key in sizes if key in ranges}
@@ -73,40 +70,26 @@ def offer_mapped(
     if not usable:
         return Offer(None, {}, loose, reason)
     plan = build(usable)
-    known = stamps or {}
-    return Offer(plan, {path: known.get(path) or stamp_of(path) for path in plan.files}, loose, reason)
+    return Offer(plan, {path: stamps[path] for path in plan.files}, loose, reason)
 
 
-def usable_ranges(located: Located, owned: Sequence[Sequence[OwnedTensor]]) -> tuple[dict[int, FileRange], str]:
+def usable_ranges(
+    located: Located, owned: Sequence[Sequence[OwnedTensor]]
+) -> tuple[dict[int, FileRange], str, dict[str, FileStamp]]:
     """
     Where tensors lie in files as they are to be used, and why the others do not: one that is still to be cast does
     not.
     """
     cast = {id(item.tensor) for unit in owned for item in unit if pending_casts(item.tensor)}
     reason = "they are cast to another dtype than their file has" if cast else located.main_reason
-    return {key: place for key, place in located.ranges.items() if key not in cast}, reason
+    return {key: place for key, place in located.ranges.items() if key not in cast}, reason, located.stamps
 
 
 def files_digest(located: Located, owned: Sequence[Sequence[OwnedTensor]]) -> str:
     """Equal on two ranks if all weights that lie in files lie in the same places of the same files."""
     places = [located.ranges.get(id(item.tensor)) for unit in owned for item in unit]
-    stamps = {place.path: stamp_of(place.path) for place in places if place is not None}
+    stamps = {place.path: located.stamps[place.path] for place in places if place is not None}
     return digest_of([*map(str, places), *map(str, sorted(stamps.items()))])
-
-
-def stamp_of(path: str) -> FileStamp:
-    """
-    The stamp of a file.
-
-    Raises:
-        `RuntimeError`: it is not to be had.
-    """
-    try:
-        return FileStamp.of(path)
-    except OSError as error:
-        raise RuntimeError(
-            f"'{path}', from which weights were loaded, is not to be had ({error.strerror})."
-        ) from error
 
 
 def rank_plans(
