@@ -153,12 +153,13 @@ def _prepare(
         lines = [f"streaming already: {engine.names}", f"device {platform.device.type}", f"timeout {config.timeout}"]
         lines += [f"cache_dir {config.cache_dir and os.path.realpath(config.cache_dir)}"]
         lines += plan.summary_lines()
-        if group.size > 1:
-            lines += sample_weights(plan, owned, skip=located.ranges)
-        said |= {"digest": digest_of(lines), "files": files_digest(located, owned)}
-        said |= {"mapped": offer.digest, "loose": offer.loose}
+        loose_lines = sample_weights(plan, owned, skip=located.ranges) if group.size > 1 else []
+        said |= {"digest": digest_of(lines), "weights": digest_of(loose_lines)}
+        said |= {"files": files_digest(located, owned), "mapped": offer.digest, "loose": offer.loose}
     compare(group, replies, lines)
-    if len({reply["files"] for reply in replies}) > 1:
+    if len({reply["files"] for reply in replies}) == 1:
+        compare(group, [{"digest": reply["weights"]} for reply in replies], loose_lines)
+    else:
         _compare_all_weights(plan, owned, group)
     cached = None
     if _caches(config, max(reply["loose"] for reply in replies), platform):

@@ -75,10 +75,17 @@ class GatherLane(Lane):
         self._passes = 0
         self._broken: str | None = None
 
+    def enter(self, component: Component) -> None:
+        super().enter(component)
+        if self._lap is not None and self._lap.component is component:
+            self.finish()  # one that an interrupt ended: torch ran no hooks after it
+
     def finish(self) -> None:
         if self._lap is None:
             return
         self._check()
+        if not self._lap.done and (changed := _change_of(self._lap.component)) is not None:
+            self._stop(changed)  # what is left of the lap would come from something else
         while not self._lap.done:
             self._fetch_next()
         component = self._lap.component

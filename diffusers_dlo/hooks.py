@@ -9,6 +9,7 @@ Must not hold weights, nor decide what is fetched.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,25 +68,32 @@ class ComponentHooks:
     ) -> None:
         self._engine = engine
         self._component = component
-        self._root = root
+        # Blocks hold these hooks, and the engine holds blocks: a model that is dropped has to be free to go.
+        self._find_root = weakref.ref(root)
         self._handles: list[RemovableHandle] = []
         self._unit_modules = [(module, unit) for parts, unit in zip(modules, component.units) for module in parts]
         self._units_of = {
             id(inner): unit for module, unit in self._unit_modules for inner in module.modules() if inner is not module
         }
-        self._watched = (root, *(module for module, _ in self._unit_modules))
         self._hooked: set[int] = set()
         self._first: _FirstForward | None = None
         self._checked = False
         self._entered: tuple[nn.Module, set[int], int] | None = None
 
+    @property
+    def _watched(self) -> tuple[nn.Module, ...]:
+        """The component's module, while it is there, and those of its units."""
+        root = self._find_root()
+        return (*(() if root is None else (root,)), *(module for module, _ in self._unit_modules))
+
     def attach(self, on_removal: Callable[[], None]) -> None:
         """Puts them on; `on_removal` is called when somebody removes the marker from the registry."""
         for module, unit in self._unit_modules:
             self._attach(module, unit)
-        for entry in _entries(self._root, self._watched[1:]):
+        root, *units = self._watched
+        for entry in _entries(root, units):
             self._attach_entry(entry)
-        HookRegistry.check_if_exists_or_initialize(self._root).register_hook(
+        HookRegistry.check_if_exists_or_initialize(root).register_hook(
             DistributedLayerwiseOffloadHook(on_removal), MARKER
         )
 
@@ -94,7 +102,9 @@ class ComponentHooks:
         self.end_first()
         while self._handles:
             self._handles.pop().remove()
-        _remove_marker(self._root)
+        root = self._find_root()
+        if root is not None:
+            _remove_marker(root)
 
     def _attach(self, module: nn.Module, unit: Unit) -> None:
         engine = self._engine
@@ -171,7 +181,8 @@ class ComponentHooks:
     def _begin_first(self) -> None:
         if self._checked or torch.compiler.is_compiling():
             return
-        if all(module._compiled_call_impl is None for module in self._root.modules()):
+        root = self._watched[0]
+        if all(module._compiled_call_impl is None for module in root.modules()):
             self._first = _FirstForward(self._component, self._acquire_submodule)
         else:
             self._checked = True  # tracing would see the guard, and compile for it

@@ -1481,9 +1481,9 @@ def _one_rank_differs(rank: int, size: int, folder: Path, spoil: Callable[[nn.Mo
         with pytest.raises(RuntimeError) as caught:
             apply_distributed_layerwise_offload(model, host="mapped")
         if partly:
-            assert "these cannot: ranks loaded them from different files" in str(caught.value)
+            assert "these cannot: ranks loaded them from different files" in str(caught.value), str(caught.value)
         elif rank == 0:
-            assert "rank 1 did not load them from files" in str(caught.value)
+            assert "rank 1 did not load them from files" in str(caught.value), str(caught.value)
         else:
             reason = f"their file '{path}' cannot be opened (Permission denied)"
             assert (reason if spoil is may_not_open else NOT_VIEWS) in str(caught.value)

@@ -87,9 +87,11 @@ def usable_ranges(
 
 def files_digest(located: Located, owned: Sequence[Sequence[OwnedTensor]]) -> str:
     """Equal on two ranks if all weights that lie in files lie in the same places of the same files."""
-    places = [located.ranges.get(id(item.tensor)) for unit in owned for item in unit]
+    tensors = [item.tensor for unit in owned for item in unit]
+    places = [located.ranges.get(id(tensor)) for tensor in tensors]
+    casts = [pending_casts(tensor) for tensor in tensors]
     stamps = {place.path: located.stamps[place.path] for place in places if place is not None}
-    return digest_of([*map(str, places), *map(str, sorted(stamps.items()))])
+    return digest_of([*map(str, places), *map(str, casts), *map(str, sorted(stamps.items()))])
 
 
 def rank_plans(
