@@ -42,9 +42,8 @@ class DistributedLayerwiseOffloadConfig:
             shared-memory file per host. `"pinned"`: page-locked memory of each rank (its shard with `all_gather`,
             whole blocks with `local`). `"auto"`: the first of these that works on all ranks.
         cache_dir (`str` or `os.PathLike`, *optional*):
-            A directory for weights that are in no file as they are used, because they were cast or changed: they are
-            written there once, and later starts stream them from there. The first start writes as many bytes as
-            stream.
+            A directory to stream from. Where more than a tenth of the weights is in no file as it is used, because it
+            was cast or changed, all that streams is written there once, and later starts find it.
         mesh (`torch.distributed.device_mesh.DeviceMesh`, *optional*):
             The ranks that share weights: a one-dimensional mesh, or the last dimension of a larger one. Defaults to
             the ranks of one host.
