@@ -3,6 +3,8 @@
 What every test shares: one thread a process, so that bits do not depend on the machine, and skipping without a GPU.
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -16,6 +18,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported is not garbage, and looking through it at each enabling takes most of its time
 
 
 @pytest.fixture(autouse=True)

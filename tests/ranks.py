@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -86,6 +87,7 @@ def _rank_main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not garbage, and looking through it at each enabling takes most of its time
     try:
         if backend == "nccl":
             torch.cuda.set_device(rank)

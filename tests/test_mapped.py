@@ -16,6 +16,7 @@ import random
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -1334,6 +1335,38 @@ def _interrupted(rank: int, size: int, folder: Path, transfer: str, then: str) -
 def test_a_pass_that_was_interrupted(transfer: str, then: str, tmp_path: Path) -> None:
     """A pass that Ctrl-C ended is not completed from a file that has been cut off since."""
     ranks(1, _interrupted, tmp_path, transfer, then)
+
+
+def _replaced_in_a_pass(rank: int, size: int, folder: Path) -> None:
+    """
+    Rank 0 is slow, and the file is replaced while it computes. What is left of the pass (some models skip blocks) is
+    done all the same: another rank may be waiting for it already, and the old file is still here to be read.
+    """
+    path = Path(os.path.realpath(folder / "w.safetensors"))
+    reference, model = (aligned_residents(assign(toy(toys.Stack, 6), path)) for _ in range(2))
+    dist.barrier()
+    handle = apply_distributed_layerwise_offload(model, host="mapped", timeout=20)
+    run(model, "toy", 0)
+    reference.order = model.order = (0, 1, 2)
+    if rank == 0:
+
+        def replace(*_: object) -> None:
+            time.sleep(0.5)
+            save_file(load_file(path), folder / "new")
+            os.replace(folder / "new", path)
+
+        model.blocks[2].register_forward_hook(replace)
+    assert_equal(run(model, "toy", 1 + rank), run(reference, "toy", 1 + rank))
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="has been replaced by another file"):
+        run(model, "toy", 2)
+    handle.remove()
+    assert_same(model.state_dict(), reference.state_dict())
+
+
+def test_a_file_that_is_replaced_in_the_middle_of_a_pass(tmp_path: Path) -> None:
+    save_file(toy(toys.Stack, 6).state_dict(), tmp_path / "w.safetensors")
+    ranks(2, _replaced_in_a_pass, tmp_path)
 
 
 def _unequal_work(rank: int, size: int, folder: Path) -> None:
