@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -259,7 +260,8 @@ def test_models_are_located(name: str, dtype: torch.dtype, tmp_path: Path) -> No
     for folder in (tmp_path / "whole", tmp_path / "shards"):
         model = load(name, folder, dtype)
         kept = {key for key, p in model.named_parameters() if p.dtype != dtype}
-        assert bool(kept) == (name in ("wan", "cosmos3") and dtype == BF16)
+        keeps = name in ("wan", "cosmos3") or (name == "t5" and transformers.__version__ < "5.1")  # as of then in fp16
+        assert bool(kept) == (keeps and dtype == BF16)
         parameters = {key: p for key, p in model.named_parameters() if key not in kept}
         located = locate_tensors(parameters.values())
         located_exactly(parameters, located)

@@ -76,7 +76,8 @@ def test_a_pipeline(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert len([line for line in done.stdout.splitlines() if ".safetensors: " in line]) == 2
+    # Also the text encoder, where transformers keeps so much of it in fp32 that it is larger than a block.
+    assert len([line for line in done.stdout.splitlines() if ".safetensors: " in line]) in (2, 3)
     expected = WanPipeline.from_pretrained(tmp_path / "in", dtype=BF16)
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "out", dtype=BF16)
     assert type(pipe) is WanPipeline
