@@ -237,7 +237,8 @@ def _commit(
         undo.pop_all()
     for part in parts:  # nobody can fail any more
         part.drop_all_originals()
-    logger.info(f"{len(parts)} components stream to '{platform.device}' from a {store.kind} host store")
+    names = ", ".join(part.component.name for part in parts)
+    logger.info(f"Streaming to '{platform.device}' from a {store.kind} host store: {names}")
     return handle
 
 

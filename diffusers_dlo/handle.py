@@ -53,6 +53,10 @@ class OffloadHandle:
         self._start = replace(engine.counters)
         self._last_report: OffloadReport | None = None
 
+    def __repr__(self) -> str:
+        names = ", ".join(component.name for component in self.plan.components)
+        return f"OffloadHandle({names}; host={self.plan.host!r}, enabled={self.enabled})"
+
     def on_removal(self, undo: Callable[[], None]) -> None:
         """Has `undo` called when the offload is taken off."""
         self._undo.append(undo)
@@ -116,8 +120,7 @@ class OffloadHandle:
         store.close()
         if lost is not None:
             raise RuntimeError(
-                f"The offload is off, but some weights are lost, and any use of them raises: {lost} Load the model "
-                "again."
+                f"The offload is off, but some weights are lost, and any use of them raises: {lost}"
             ) from lost
 
     def _agree_to_remove(self) -> None:

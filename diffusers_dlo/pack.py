@@ -53,6 +53,8 @@ def pack_checkpoint(model: str, out: str, dtype: torch.dtype) -> list[str]:
     if os.path.lexists(out):
         raise ValueError(f"'{out}' is there already; name a directory that is not, or remove it first.")
     source = _find(model)
+    if os.path.commonpath([os.path.realpath(source), os.path.realpath(out)]) == os.path.realpath(source):
+        raise ValueError(f"'{out}' lies inside of '{source}'; name a directory outside of the checkpoint.")
     incomplete = f"{out}.incomplete-{os.getpid()}"
     try:
         os.makedirs(incomplete)
@@ -89,7 +91,9 @@ def _find(model: str) -> str:
         try:
             model = str(DiffusionPipeline.download(model))
         except (OSError, ValueError) as error:
-            raise ValueError(f"'{model}' is neither a directory nor a pipeline on the Hub ({error}).") from error
+            raise ValueError(
+                f"'{model}' is not a directory here, and not to be had from the Hub ({str(error).splitlines()[0]})."
+            ) from error
     if not any(os.path.isfile(os.path.join(model, name)) for name in ("model_index.json", "config.json")):
         raise ValueError(
             f"'{model}' has neither a model_index.json nor a config.json, so it is no checkpoint. "

@@ -87,7 +87,7 @@ def parse_arguments(example: Example) -> argparse.Namespace:
     parser.add_argument("--seed", type=_whole_number(0), default=0)
     parser.add_argument("--transfer", choices=["auto", "all_gather", "local"], default="auto")
     parser.add_argument(
-        "--num-slots", type=_auto_or_whole_number, default="auto", help="blocks on the device at a time"
+        "--num-slots", type=_auto_or_whole_number, default="auto", help="block-sized buffers on the device"
     )
     parser.add_argument("--host", choices=["auto", "mapped", "packed", "pinned"], default="auto")
     parser.add_argument("--no-offload", action="store_true", help="the ordinary pipeline, to compare with")

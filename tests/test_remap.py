@@ -436,7 +436,7 @@ def test_buffers_on_the_meta_device(tmp_path: Path) -> None:
     state = {name: tensor.clone().contiguous() for name, tensor in reference.state_dict().items()}
     model = Stack(1, toys.MixedBlock).to("meta")
     path = one_file(tmp_path, state)
-    message = refused(model, path, ValueError, "accelerate.init_empty_weights()", "(1): blocks.0.table\n")
+    message = refused(model, path, ValueError, "accelerate.init_empty_weights()", "(1): blocks.0.table")
     assert "missing" not in message
     table = torch.ones(16, dtype=torch.float64)
     model.blocks[0].register_buffer("table", table, persistent=False)
@@ -463,10 +463,10 @@ def test_tied_in_the_model_but_not_in_the_checkpoint(tmp_path: Path) -> None:
         model = Tied()
     state["out.weight"][3, 3] += 1
     path = one_file(tmp_path, state)
-    refused(model, path, ValueError, "different values in the checkpoint (1): out.weight and blocks.2.down.weight\n")
+    refused(model, path, ValueError, "different values in the checkpoint (1): out.weight and blocks.2.down.weight")
     state["out.weight"] = state["blocks.2.down.weight"].double()
     save_file(state, path)
-    refused(model, path, ValueError, "different values in the checkpoint (1): out.weight and blocks.2.down.weight\n")
+    refused(model, path, ValueError, "different values in the checkpoint (1): out.weight and blocks.2.down.weight")
 
 
 def test_a_tie_lost_on_the_meta_device(tmp_path: Path) -> None:

@@ -69,10 +69,10 @@ class PendingGuard:
         ]
         uncast = [found for guard in guards for found in guard.uncast()]
         if uncast:
+            more = f", and {len(uncast) - 1} more" if len(uncast) > 1 else ""
             raise RuntimeError(
-                f"'{self._label}' cannot compute yet: {uncast[0]}, and {len(uncast) - 1} more of its weights were "
-                "loaded inside mapped_loading and are still to be cast too. Enable "
-                "the offload first, move the model to its device with .to(...), or load it without mapped_loading."
+                f"'{self._label}' cannot compute yet: it was loaded inside mapped_loading, and {uncast[0]}{more}. "
+                "Enable the offload first, cast it with .to(dtype), or load it without mapped_loading."
             )
         for guard in guards:
             guard.remove()
@@ -81,8 +81,9 @@ class PendingGuard:
         """The module's `_apply`: what `fn` would change is cast first, what it would leave alone stays as it is."""
         module, left_alone = self._module, set()
         for tensor in self._pending().values():
-            probe = torch.empty(0, dtype=run_dtype(tensor), device=tensor.device)
-            if fn(probe) is probe and not probe.is_shared():
+            # Both as it is and as it is to be: asking for the dtype that it is to have asks for the cast.
+            probes = [torch.empty(0, dtype=dtype, device=tensor.device) for dtype in (tensor.dtype, run_dtype(tensor))]
+            if all(fn(probe) is probe and not probe.is_shared() for probe in probes):
                 left_alone.add(id(tensor))
             else:
                 with torch.no_grad():

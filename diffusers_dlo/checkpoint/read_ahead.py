@@ -244,7 +244,7 @@ def _log_sources(chunks: Sequence[_Chunk]) -> None:
         directories[os.path.dirname(chunk.path)] += chunk.nbytes
     for directory, nbytes in directories.items():
         network = network_file_system(directory)
-        logger.info(f"Reading {nbytes / 1e9:.2f} GB from '{directory}'{f' ({network})' if network else ''}.")
+        logger.info(f"Reading {nbytes / 1e6:,.0f} MB from '{directory}'{f' ({network})' if network else ''}.")
 
 
 def _read(chunks: Sequence[_Chunk], show: bool, threads: int) -> None:

@@ -178,10 +178,11 @@ def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
 def _describe(class_name: str, path: str, problems: Mapping[str, list[str]]) -> str:
     lines = [f"{class_name!r} cannot be filled from '{path}':"]
     lines += [f"  {kind} ({len(names)}): {list_some(names)}" for kind, names in problems.items() if names]
-    lines.append(
-        f"Correct '{_REMAP}' of {class_name!r}, or build the model with the checkpoint's configuration. Weights whose "
-        "tie was lost on the meta device must be tied again first (model.tie_weights())."
-    )
+    kinds = [kind.partition(",")[0].partition(" ")[0] for kind, names in problems.items() if names]
+    if {"missing", "unexpected", "duplicated", "mismatched"} & set(kinds):
+        lines.append(f"Correct '{_REMAP}' of {class_name!r}, or build the model with the checkpoint's configuration.")
+    if "missing" in kinds:
+        lines.append("Weights whose tie was lost on the meta device must be tied again first (model.tie_weights()).")
     return "\n".join(lines)
 
 

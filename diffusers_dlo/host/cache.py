@@ -221,7 +221,7 @@ class WeightCache:
                 os.fsync(fd)
                 os.utime(fd, ns=(written_ns, written_ns))
                 self._give_name(fd)
-        logger.info(f"The streamed weights are in '{self._path}' for later starts ({container.nbytes / 1e9:.2f} GB)")
+        logger.info(f"The streamed weights are in '{self._path}' for later starts ({container.nbytes / 1e6:,.0f} MB)")
 
     @contextmanager
     def _agreement(self, step: str, said: dict[str, Any] | None = None) -> Iterator[list[dict[str, Any]]]:
