@@ -19,15 +19,24 @@ _CAST_NBYTES = 16 << 20
 
 def set_pending_casts(tensor: torch.Tensor, casts: Sequence[torch.dtype]) -> None:
     """Has `tensor` count as cast to each of `casts` in turn, which is done where its bytes are stored or placed."""
-    if casts:
-        setattr(tensor, _CASTS, tuple(casts))
-    else:
-        vars(tensor).pop(_CASTS, None)
+    if casts or hasattr(tensor, _CASTS):
+        setattr(tensor, _CASTS, (tuple(casts), tensor.data_ptr() if casts else 0))
 
 
 def pending_casts(tensor: torch.Tensor) -> tuple[torch.dtype, ...]:
     """The dtypes that `tensor` has still to be cast to, in turn; see `mapped_loading`."""
-    return getattr(tensor, _CASTS, ())
+    return getattr(tensor, _CASTS, ((), 0))[0]
+
+
+def had_casts(tensor: torch.Tensor) -> bool:
+    """Whether casts are pending on this very tensor, or were until they were done."""
+    return hasattr(tensor, _CASTS)
+
+
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has other memory than when its casts were put off: its value may be another one."""
+    casts, address = getattr(tensor, _CASTS, ((), 0))
+    return bool(casts) and tensor.data_ptr() != address
 
 
 def run_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -17,7 +17,7 @@ from .tensor_utils import OwnedTensor
 
 def digest_of(lines: Iterable[str]) -> str:
     """A digest of lines of text."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
 def sample_weights(plan: OffloadPlan, owned: Sequence[Sequence[OwnedTensor]], skip: Collection[int] = ()) -> list[str]:
@@ -52,7 +52,7 @@ def compare(group: OffloadGroup, said: Sequence[Mapping[str, str]], lines: Seque
     """
     if len({reply["digest"] for reply in said}) == 1:
         return
-    short = [hashlib.sha256(line.encode()).hexdigest()[:6] for line in lines]
+    short = [hashlib.sha256(line.encode(errors="surrogateescape")).hexdigest()[:6] for line in lines]
     with group.agreement("enable: compare", {"lines": short}) as replies:
         pass
     every = [reply["lines"] for reply in replies]

@@ -83,8 +83,10 @@ class DistributedLayerwiseOffloadConfig:
                     f"'cache_dir' has weights stream from a file, and host={self.host!r} copies them to memory; "
                     'leave one of the two out, or use host="mapped".'
                 )
-            if not os.fspath(self.cache_dir):
-                raise ValueError("'cache_dir' is empty; name a directory ('.' is the working directory).")
+            if not os.fspath(self.cache_dir) or "\0" in os.fspath(self.cache_dir):
+                raise ValueError(
+                    f"'cache_dir' must name a directory ('.' is the working one), got {self.cache_dir!r}."
+                )
             object.__setattr__(self, "cache_dir", os.fspath(self.cache_dir))
         if self.num_slots != "auto":
             if isinstance(self.num_slots, bool) or not isinstance(self.num_slots, int):

@@ -29,6 +29,8 @@ class ManagedTensor:
         self.original = owned.tensor
         self.placeholder = make_offload_placeholder(owned.tensor, device)
         self.born = born_on_device(owned.tensor, self.placeholder)
+        # One that is re-pointed looks ordinary and has no version counter, so it is not to be used again.
+        self._is_inference = owned.tensor.is_inference()
         self.kept = False
         "Whether forward wrote to it: its value is this rank's own from then on, and stays on the device."
         self._version = self.born._version
@@ -78,7 +80,7 @@ class ManagedTensor:
         if value is not None:
             set_pending_casts(self.original, ())
             same_kind = torch._has_compatible_shallow_copy_type(self.original, value)
-            if same_kind and not self.original.is_inference():
+            if same_kind and not self._is_inference:
                 set_tensor_storage(self.original, value)
             elif isinstance(self.original, nn.Parameter):
                 self.original = nn.Parameter(value, requires_grad=self.original.requires_grad)

@@ -123,8 +123,12 @@ def _load_model(folder: str, dtype: torch.dtype) -> nn.Module:
     import diffusers
     import transformers
 
-    with open(os.path.join(folder, "config.json")) as file:
-        config = json.load(file)
+    path = os.path.join(folder, "config.json")
+    try:
+        with open(path) as file:
+            config = dict(json.load(file))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"'{path}' is no configuration of a model ({error}).") from error
     name = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
     library = diffusers if "_class_name" in config else transformers
     cls = getattr(library, str(name), None)

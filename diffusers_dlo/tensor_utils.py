@@ -264,7 +264,7 @@ def move_tensors(
         value = cast(tensor).detach().to(device, copy=copies)
         moved.append(Move(owned.owners, tensor, tensor.data, casts))
         set_pending_casts(tensor, ())
-        if torch._has_compatible_shallow_copy_type(tensor, value):
+        if torch._has_compatible_shallow_copy_type(tensor, value) and not tensor.is_inference():
             tensor.data = value
         elif isinstance(tensor, nn.Parameter):
             put(owned.owners, nn.Parameter(value, requires_grad=tensor.requires_grad))
@@ -287,6 +287,7 @@ def put_back(moved: list[Move]) -> None:
     """Undoes `move_tensors`."""
     while moved:
         owners, tensor, memory, casts = moved.pop()
-        tensor.data = memory
+        if not tensor.is_inference():
+            tensor.data = memory
         set_pending_casts(tensor, casts)
         put(owners, tensor)

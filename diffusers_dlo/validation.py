@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .casts import pending_casts
+from .checkpoint.pending_guard import find_change
 from .config import DistributedLayerwiseOffloadConfig
 from .tensor_utils import is_dtensor
 
@@ -178,25 +179,27 @@ def refuse_enabled(name: str, enabled: bool) -> None:
         )
 
 
-def refuse_changed_before_cast(module: nn.Module, name: str, written: Collection[int]) -> None:
+def refuse_changed_before_cast(module: nn.Module, name: str, written_ids: Collection[int]) -> None:
     """
     Refuses weights that were changed while their cast was still pending: the change would be made before the cast, and
     not after it as everybody expects.
 
     Args:
-        written (`Collection[int]`): the ids of tensors that were written to after loading.
+        written_ids (`Collection[int]`): the ids of tensors that were written to after loading.
 
     Raises:
         `ValueError`: naming a tensor.
     """
     pending = [(path, tensor) for path, tensor in _tensors(module) if pending_casts(tensor)]
-    changed = next((path for path, tensor in pending if id(tensor) in written), None)
-    if changed is None and pending:
-        changed = next((path for path, part in module.named_modules() if hasattr(part, "merged_adapters")), None)
-    if changed is not None:
+    if not pending:
+        return
+    written = next((f"'{path}' was written to" for path, tensor in pending if id(tensor) in written_ids), None)
+    adapter = next((path for path, part in module.named_modules() if hasattr(part, "merged_adapters")), None)
+    change = written or (f"'{adapter}' has got an adapter" if adapter is not None else find_change(module))
+    if change is not None:
         raise ValueError(
-            f"'{changed}' of '{name}' was changed, or given an adapter, after it was loaded under mapped_loading(), "
-            "while still to be cast. Enable first and load adapters then, or load without mapped_loading()."
+            f"{change} in '{name}' after it was loaded under mapped_loading(), while weights were still to be cast: "
+            "the change would come before the cast. Enable first and change it then, or load without mapped_loading()."
         )
 
 

@@ -103,7 +103,7 @@ class Container:
         Writes part `rank` of `size` of each tensor to an open file; of those in `whole` all or nothing, as it names
         this rank or another. `done` hears of bytes as they are written.
         """
-        buffer = torch.empty(_PIECE_NBYTES, dtype=torch.uint8)
+        buffer = torch.frombuffer(bytearray(_PIECE_NBYTES), dtype=torch.uint8)
         for entry, start in zip(self.entries, self._starts):
             low, high = (entry.nbytes * part // size for part in (rank, rank + 1))
             writer = (whole or {}).get(entry.name)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..casts import cast, pending_casts, run_dtype, set_pending_casts
+from ..casts import cast, had_casts, is_elsewhere, pending_casts, run_dtype, set_pending_casts
 from ..tensor_utils import owned_tensors
 
 
@@ -27,7 +27,39 @@ def guard_pending(model: nn.Module) -> None:
                 path = owner.name.removesuffix(owner.attribute).removesuffix(".")
                 guarded[id(owner.module)] = (owner.module, f"{name}.{path}" if path else name)
     for module, label in guarded.values():
-        PendingGuard(module, label).attach()
+        PendingGuard(module, label, is_root=module is model).attach()
+
+
+def find_change(model: nn.Module) -> str | None:
+    """
+    What was changed in a model while it had casts pending, in words: a change that is made before a cast is another
+    one than the same change made after it. What the guard itself has cast, when asked to, is no change.
+    """
+    tensors = _floating(model)
+    for name, tensor in tensors.items():
+        if is_elsewhere(tensor):
+            return f"'{name}' has got other memory"
+    for guard in model._forward_pre_hooks.values():
+        if isinstance(guard, PendingGuard) and guard.names is not None:
+            added = next((name for name in tensors if name not in guard.names), None)
+            if added is not None:
+                return f"'{added}' was added"
+            lost = next(
+                (
+                    n
+                    for n, pending in guard.names.items()
+                    if n not in tensors or (pending and not had_casts(tensors[n]))
+                ),
+                None,
+            )
+            if lost is not None:
+                return f"'{lost}' was exchanged or taken away"
+    return None
+
+
+def _floating(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor for name, tensor in named if tensor.is_floating_point()}
 
 
 class PendingGuard:
@@ -38,11 +70,16 @@ class PendingGuard:
     Args:
         module (`nn.Module`): the module.
         label (`str`): what to call it.
+        is_root (`bool`): whether it is the model itself.
+
+    Attributes:
+        names (`dict[str, bool]`, *optional*): of a model, its floating tensors, and which of them had casts pending.
     """
 
-    def __init__(self, module: nn.Module, label: str) -> None:
+    def __init__(self, module: nn.Module, label: str, is_root: bool) -> None:
         self._module = module
         self._label = label
+        self.names = {name: bool(pending_casts(t)) for name, t in _floating(module).items()} if is_root else None
         self._dtypes = {name: (tensor.dtype, run_dtype(tensor)) for name, tensor in self._pending().items()}
 
     def attach(self) -> None:

@@ -31,17 +31,11 @@ class InPlaceGather:
         """Fills `image`, `(size x n,)` of `uint8`, from the `shard`, `(n,)`, that each rank has in it."""
         _all_gather(image, shard, group=self._group)
 
-    def check(self, device: torch.device) -> None:
-        """
-        Opens the communicator, and makes sure that gathering in place is right on this backend.
-
-        Raises:
-            `RuntimeError`: the bytes that arrived are not those that were sent.
-        """
+    def is_right(self, device: torch.device) -> bool:
+        """Opens the communicator, and says whether gathering in place brings the right bytes on this backend."""
         count = 256
         image = torch.zeros(count * self.size, dtype=torch.uint8, device=device)
         image[count * self.rank : count * (self.rank + 1)] = self.rank + 1
         self(image, image[count * self.rank : count * (self.rank + 1)])
         expected = torch.arange(1, self.size + 1, dtype=torch.uint8).repeat_interleave(count)
-        if not torch.equal(image.cpu(), expected):
-            raise RuntimeError('an in-place all-gather returned wrong bytes on this backend; use transfer="local"')
+        return torch.equal(image.cpu(), expected)

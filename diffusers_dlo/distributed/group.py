@@ -145,6 +145,17 @@ def local_rank() -> int | None:
     return int(value) if value.isdigit() else None
 
 
+def _new_control_group(timeout: float) -> dist.ProcessGroup:
+    try:
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: the {dist.get_world_size()} ranks could not connect within {timeout:.0f} s: one "
+            "has ended, is late, or cannot open sockets. All ranks of the launcher enable together, between forwards. "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+
+
 def join_world(device_type: str, timeout: float) -> World:
     """
     The ranks that the launcher started, from torch.distributed; initialised through accelerate where a launcher
@@ -165,7 +176,7 @@ def join_world(device_type: str, timeout: float) -> World:
     default = dist.group.WORLD
     if _world is None or _world.default is not default:
         size = dist.get_world_size()
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if size > 1 else None
+        group = _new_control_group(timeout) if size > 1 else None
         _world = World(dist.get_rank(), size, group, default)
         for old in _groups.values():
             old.control.close()
@@ -234,12 +245,23 @@ def open_gather(group: OffloadGroup, platform: Platform, timeout: float) -> None
     """Makes the group's own communicator, once, and warms it up. Collective over the group, and over no other rank."""
     if group.gather is not None or group.size == 1:
         return
-    made = dist.new_group(
+    try:
+        gather = InPlaceGather(_new_gather_group(group, platform, timeout))
+        is_right = gather.is_right(platform.device)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {group.rank}: the communicator of {group.size} ranks could not be opened; a rank may have ended. "
+            f"Look for its traceback, and start all ranks again. ({str(error).splitlines()[0]})"
+        ) from error
+    if not is_right:
+        raise RuntimeError('an in-place all-gather returned wrong bytes on this backend; use transfer="local"')
+    group.gather = gather
+
+
+def _new_gather_group(group: OffloadGroup, platform: Platform, timeout: float) -> dist.ProcessGroup:
+    return dist.new_group(
         list(group.ranks),
         timeout=timedelta(seconds=timeout),
         backend=platform.backend,
         use_local_synchronization=True,
     )
-    gather = InPlaceGather(made)
-    gather.check(platform.device)
-    group.gather = gather

@@ -229,9 +229,10 @@ class WeightCache:
         with self._group.agreement(f"enable: cache: {step}", said) as replies:
             try:
                 yield replies
-            except OSError as error:
+            except (OSError, MemoryError) as error:
+                why = "out of memory" if isinstance(error, MemoryError) else error.strerror or error
                 raise RuntimeError(
-                    f"'{self._path}' cannot be used or written ({error.strerror or error}); nothing is left half "
+                    f"'{self._path}' cannot be used or written ({why}); nothing is left half "
                     "written. Free disk space, name another 'cache_dir', or leave it out."
                 ) from error
 
