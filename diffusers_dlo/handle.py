@@ -119,8 +119,9 @@ class OffloadHandle:
                 move_tensors(owned_tensors(module), cpu, [])
         store.close()
         if lost is not None:
+            remedy = "" if "Load the model again" in str(lost) else " Load the model again."
             raise RuntimeError(
-                f"The offload is off, but some weights are lost, and any use of them raises: {lost}"
+                f"The offload is off, but some weights are lost, and any use of them raises: {lost}{remedy}"
             ) from lost
 
     def _agree_to_remove(self) -> None:

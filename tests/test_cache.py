@@ -89,10 +89,10 @@ def load(path: Path | str, dtype: torch.dtype = BF16) -> nn.Module:
     model = WanTransformer3DModel.from_pretrained(path)
     kept = model._keep_in_fp32_modules
     for name, parameter in model.named_parameters():
-        if dtype != FP32 and not any(part in name.split(".") for part in kept):
-            set_pending_casts(parameter, (dtype,))
         if not name.startswith("blocks."):  # what stays where it is, in a file at any address
             parameter.data = parameter.data.clone()
+        if dtype != FP32 and not any(part in name.split(".") for part in kept):
+            set_pending_casts(parameter, (dtype,))
     return model
 
 
