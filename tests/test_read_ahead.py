@@ -334,8 +334,8 @@ class TestReads:
         with caplog.at_level(logging.INFO, logger=NAME):
             read_ahead([FileRange(str(path), 0, path.stat().st_size) for path in paths])
             assert [record.getMessage() for record in caplog.records] == [
-                f"Reading 0.03 GB from '{far}' (nfs4 at {far}).",
-                f"Reading 0.02 GB from '{near}'.",
+                f"Reading 25 MB from '{far}' (nfs4 at {far}).",
+                f"Reading 17 MB from '{near}'.",
             ]
             read_ahead([FileRange(str(paths[0]), 0, 0)])
             assert len(caplog.records) == 2
