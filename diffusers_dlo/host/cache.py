@@ -84,8 +84,7 @@ class WeightCache:
     def open(self) -> tuple[dict[int, FileRange], str, dict[str, FileStamp]] | None:
         """
         Finds the file, or writes it: where each tensor lies in it, by the tensor's id; why others do not; and the
-        file's stamp from before it was looked at. None if ranks have weights from different files, which then are not
-        cached.
+        file's stamp from before it was looked at. None if ranks have weights from different files: not cached.
 
         Raises:
             `RuntimeError`: it cannot be written, with the reason; nothing is left of it.
@@ -95,9 +94,8 @@ class WeightCache:
             logger.info(f"The cache in '{self._folder}' is not used: ranks loaded their weights from different files")
             return None
         self._path = os.path.join(self._folder, f"{key}.safetensors")
-        self._container = Container(
-            self._weights.groups, {"format": "pt", "key": key, "content": "0" * 64, "written_ns": "0" * 19}
-        )
+        metadata = {"format": "pt", "key": key, "content": "0" * 64, "written_ns": "0" * 19}
+        self._container = Container(self._weights.groups, metadata)
         with ExitStack() as undo:
             fd, there = self._open_existing(undo)
             stamp = self._check(fd)
