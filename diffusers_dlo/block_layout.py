@@ -32,7 +32,7 @@ enough for the results of a vectorised kernel not to depend on where a weight li
 
 SMALL_NBYTES = 64 << 10
 """Up to this size, a tensor is rather realigned on the device, and a gap in a file rather copied along, than that a
-run ends there: at 55 GB/s, 64 KiB take as long as starting one more copy."""
+run ends there: at 55 GB/s, 64 KiB take about a microsecond, and one more copy has to be started too."""
 
 
 def align(nbytes: int) -> int:

@@ -68,7 +68,7 @@ class Container:
         for entry in self.entries:
             starts.append(end)
             end += entry.nbytes
-        self._starts, self._data_nbytes = starts, end
+        self._starts = starts
         self.header = self._make_header(self._metadata)
         self.nbytes = len(self.header) + end
 

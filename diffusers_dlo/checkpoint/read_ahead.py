@@ -27,15 +27,15 @@ logger = logging.get_logger(__name__)
 
 CHUNK_NBYTES = 8 << 20
 """
-Bytes of one read. A request to a network disk takes about a millisecond to be answered and one of this size several to
-be transferred, so the wait is hidden; and a stop, which waits for the reads under way, waits for one per thread only.
+Bytes of one read: large, so that waiting for a far disk to answer is little beside the transfer, and small enough for
+a stop, which waits for the reads under way, to wait for little.
 """
 
 JOIN_NBYTES = 1 << 20
-"""Ranges closer than this are read in one: a gap of this size is read in less time than a new request takes."""
+"""Ranges closer than this are read in one, with the gap: one request instead of two."""
 
 _PROBE_NBYTES = 1 << 20
-"""Distance of the bytes that stand for a chunk's. Reading ahead, the kernel fills the cache in runs of about this."""
+"""Distance of the bytes that stand for a chunk's: every page would be a system call each."""
 
 _NETWORK_TYPES = frozenset(
     [

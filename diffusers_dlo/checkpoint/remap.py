@@ -83,7 +83,7 @@ def _sources(
     class_name: str, remap: Callable[[str], object], found: str, files: Mapping[str, frozenset[str] | None]
 ) -> dict[str, list[StoredTensor]]:
     """For each name that keys map to, what the checkpoint found at `found` stores under these keys."""
-    headers = {file: read_header(file).tensors for file in files}
+    headers = {file: read_header(file) for file in files}
     sources: dict[str, list[StoredTensor]] = {}
     for file, listed in files.items():
         absent = sorted((listed or frozenset()).difference(stored.key for stored in headers[file]))

@@ -54,17 +54,9 @@ class StoredTensor(NamedTuple):
     nbytes: int
 
 
-class Header(NamedTuple):
-    """What the header of a file says: its metadata, its tensors, and at which byte the first of them begins."""
-
-    metadata: dict[str, str]
-    tensors: list[StoredTensor]
-    data_offset: int
-
-
-def read_header(path: str) -> Header:
+def read_header(path: str) -> list[StoredTensor]:
     """
-    The header of a file. safetensors itself refuses a header whose ranges have holes, overlap, leave the file or do
+    The tensors in a file. safetensors itself refuses a header whose ranges have holes, overlap, leave the file or do
     not match dtype and shape; of a name that is there twice it takes the last one, which is refused here.
 
     Raises:
@@ -78,13 +70,13 @@ def read_header(path: str) -> Header:
             header = json.loads(file.read(length), object_pairs_hook=without_repeats)
     except (SafetensorError, OSError, ValueError, struct.error) as error:
         raise damaged(path, error) from None
-    metadata = header.pop("__metadata__", None) or {}
+    header.pop("__metadata__", None)
     begin = 8 + length
     stored = []
     for key, entry in header.items():
         start, stop = entry["data_offsets"]
         stored.append(StoredTensor(key, path, entry["dtype"], tuple(entry["shape"]), begin + start, stop - start))
-    return Header(metadata, stored, begin)
+    return stored
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
