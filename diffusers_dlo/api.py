@@ -25,8 +25,8 @@ from .checkpoint.mapped import FileRange, FileStamp, Located, locate_tensors
 from .comparison import compare, digest_of, sample_weights
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform, get_platform, resolve_device
-from .distributed.group import OffloadGroup, form_group, introduce, join_world, local_rank, open_gather
-from .engine import Engine, find_streamed, get_engine
+from .distributed.group import OffloadGroup, World, form_group, introduce, join_world, local_rank, open_gather
+from .engine import Engine, find_streamed, get_engine, pausing
 from .guards import is_guarded
 from .handle import OffloadHandle
 from .host.cache import WeightCache
@@ -101,6 +101,19 @@ def enable(
         platform = get_platform(resolve_device(resolved.onload_device, local_rank()))  # type: ignore[arg-type]
         said.update(introduce(resolved.mesh))
     group = form_group(world, introductions, timeout)
+    # What was dropped on one rank only would make the ranks' engines differ.
+    gc.collect()
+    with pausing(group):
+        return _enable(choose, resolved, world, platform, group)
+
+
+def _enable(
+    choose: Callable[[DistributedLayerwiseOffloadConfig], Selection],
+    resolved: DistributedLayerwiseOffloadConfig,
+    world: World,
+    platform: Platform,
+    group: OffloadGroup,
+) -> OffloadHandle:
     # Everything below undoes itself: gradients and inference tensors are none of its business.
     with torch.inference_mode(False), torch.no_grad():
         with world.agreement({}):  # the groups of a mesh, or of several hosts, refuse together
@@ -137,7 +150,6 @@ def _prepare(
 ) -> _Prepared:
     said: dict[str, Any] = {}
     with group.agreement("enable: plan", said) as replies:
-        gc.collect()  # what was dropped on one rank only would make the ranks' engines differ
         selection = choose(config)
         located = _validate(selection, transfers_of(selection, config, group.size))
         found = find_all(selection, config)
@@ -151,6 +163,7 @@ def _prepare(
 
         offer = offer_mapped(build, owned, *usable_ranges(located, owned))
         lines = [f"streaming already: {engine.names}", f"device {platform.device.type}", f"timeout {config.timeout}"]
+        lines += [f"grace {config.grace}", f"uneven {config.uneven}"]
         lines += [f"cache_dir {config.cache_dir and os.path.realpath(config.cache_dir)}"]
         lines += plan.summary_lines()
         loose_lines = sample_weights(plan, owned, skip=located.ranges) if group.size > 1 else []
@@ -227,7 +240,7 @@ def _commit(
             undo.callback(part.detach)
         with group.agreement("enable: device"):
             for part, component in zip(parts, store.plan.components):
-                part.attach_to_engine(component, store, config.slots)
+                part.attach_to_engine(component, store, config)
             move_tensors(_resident(parts, selection.placed), platform.device, moved, aligned=True)
         _fill_store(parts, store, group)
         handle = OffloadHandle(config, store.plan, engine, parts, selection.placed, store)

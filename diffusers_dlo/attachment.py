@@ -15,6 +15,7 @@ from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
 from .block_discovery import FoundUnit
+from .config import DistributedLayerwiseOffloadConfig
 from .engine import Engine
 from .guards import Guards
 from .hooks import ComponentHooks
@@ -69,7 +70,9 @@ class Attachment:
         assert self._component is not None
         return self._component
 
-    def attach_to_engine(self, plan: ComponentPlan, store: HostStore, num_slots: int) -> None:
+    def attach_to_engine(
+        self, plan: ComponentPlan, store: HostStore, config: DistributedLayerwiseOffloadConfig
+    ) -> None:
         """
         Makes the run-time state of the component, as the store's `plan` of it says, and hands it to the engine, which
         allocates slots.
@@ -84,7 +87,7 @@ class Attachment:
         ]
         count = len(plan.blocks)
         self._component = Component(name, plan, units[:count], units[count:])
-        self._engine.attach(self._component, num_slots)
+        self._engine.attach(self._component, config)
 
     def drop_originals(self, unit: Unit) -> None:
         """Lets go of the memory of a unit's original tensors."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 TRANSFERS = ("auto", "all_gather", "local")
 _LONGEST_TIMEOUT = 7 * 24 * 3600
+UNEVEN = ("ghost", "error")
 HOSTS = ("auto", "mapped", "packed", "pinned")
 
 
@@ -50,8 +51,16 @@ class DistributedLayerwiseOffloadConfig:
         blocks (`Mapping[str, Sequence[str]]` or `Sequence[str]`, *optional*):
             Names of the `ModuleList`s whose members are streamed, for each component; a plain sequence for one module.
             Defaults to what the model's class declares.
+        uneven (`str`, defaults to `"ghost"`):
+            With `all_gather`, what ranks with unequal work do. `"ghost"`: whoever has none at the moment transfers its
+            shards for the others. `"error"`: different numbers of forwards, or components in a different order, are an
+            error on every rank.
+        grace (`float`, defaults to `1.0`):
+            Seconds for which a rank that took part in the last pass is expected in the next one, before the others
+            compute without it.
         timeout (`float`, defaults to `1800.0`):
-            Seconds a rank waits for another before it raises an error naming it.
+            Seconds a rank waits for another that does not answer, before it goes on without it or raises an error
+            naming it.
     """
 
     onload_device: str | torch.device | None = None
@@ -61,6 +70,8 @@ class DistributedLayerwiseOffloadConfig:
     cache_dir: str | os.PathLike[str] | None = None
     mesh: DeviceMesh | None = None
     blocks: Mapping[str, Sequence[str]] | Sequence[str] | None = None
+    uneven: str = "ghost"
+    grace: float = 1.0
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
@@ -95,6 +106,11 @@ class DistributedLayerwiseOffloadConfig:
                 raise ValueError(
                     f"'num_slots' must be at least 2, got {self.num_slots}: one block computes while the next arrives."
                 )
+        _check_choice("uneven", self.uneven, UNEVEN)
+        if isinstance(self.grace, bool) or not isinstance(self.grace, (int, float)):
+            raise TypeError(f"'grace' must be a number of seconds, got {self.grace!r}.")
+        if not 0 <= self.grace <= _LONGEST_TIMEOUT:
+            raise ValueError(f"'grace' must be a number of seconds, 0 or more, a week at most; got {self.grace!r}.")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
             raise TypeError(f"'timeout' must be a number of seconds, got {self.timeout!r}.")
         if not (math.isfinite(self.timeout) and 0 < self.timeout <= _LONGEST_TIMEOUT):

@@ -6,17 +6,21 @@ and which forwards are open, by one thread at a time. Must not touch modules: ho
 
 from __future__ import annotations
 
-import sys
 import threading
-from types import FrameType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .caller import Caller, find_caller
+from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform
+from .distributed.control import GroupLost, RankLost, logger
 from .distributed.group import OffloadGroup
+from .distributed.process_end import before_exit
+from .distributed.turn import PassOptions
 from .gather_lane import GatherLane
 from .host.store import tensor_view
 from .lane import Lane
@@ -35,7 +39,7 @@ class Engine:
         self.lanes: dict[str, Lane] = {}
         self._leaves = Leaves(platform, self.counters)
         self._components: dict[str, Component] = {}
-        self._open: list[tuple[Component, FrameType | None]] = []
+        self._open: list[tuple[Component, Caller | None]] = []
         self._thread: int | None = None
         self._discarded: list[Component] = []
 
@@ -49,18 +53,23 @@ class Engine:
             free = f"{name}#{number}"
         return free
 
-    def attach(self, component: Component, num_slots: int) -> None:
+    def attach(self, component: Component, config: DistributedLayerwiseOffloadConfig) -> None:
         """Takes a component in; allocates its slots."""
         self._bury()
         transfer = component.plan.transfer
-        if transfer not in self.lanes:
-            self.lanes[transfer] = (
-                GatherLane(self.platform, self.counters, self.group)
-                if transfer == "all_gather"
-                else LocalLane(self.platform, self.counters)
-            )
+        options = PassOptions(config.timeout, config.grace, config.uneven)
+        lane = self.lanes.get(transfer)
+        if lane is None:
+            if transfer == "all_gather":
+                lane = GatherLane(self.platform, self.counters, self.group, options, self._drop)
+                before_exit(self.leave_group)
+            else:
+                lane = LocalLane(self.platform, self.counters)
+            self.lanes[transfer] = lane
+        elif isinstance(lane, GatherLane) and lane.service is not None:
+            lane.service.turn.options = options
         self._components[component.name] = component
-        self.lanes[transfer].add(component, num_slots)
+        lane.add(component, config.slots)
 
     def detach(self, component: Component, shrink: bool = True) -> None:
         """Lets a component go, and its slots with the last one; see `Lane.remove`."""
@@ -68,7 +77,7 @@ class Engine:
         if lane is not None:
             lane.remove(component, shrink)
             if not lane.components:
-                del self.lanes[lane.transfer]
+                self.lanes.pop(lane.transfer, None)
         self._leaves.let_go(component.leaves)
         if self._components.pop(component.name, None) is not None:
             self._close(component)
@@ -86,11 +95,19 @@ class Engine:
     def _bury(self) -> None:
         while self._discarded:
             component = self._discarded.pop()
-            # Ranks collect garbage at different times, so what they share stays as it is.
-            self.detach(component, shrink=False)
-            store = component.store
-            if all(unit.store is not store for other in self._components.values() for unit in other.units):
-                store.close()
+            self._leaves.let_go(component.leaves)
+            lane = self.lanes.get(component.plan.transfer)
+            if isinstance(lane, GatherLane) and component.name in lane.components:
+                lane.abandon(component)  # ranks collect garbage at different times
+            else:
+                self._drop(component)
+
+    def _drop(self, component: Component) -> None:
+        """No rank needs a component any more."""
+        self.detach(component, shrink=False)
+        store = component.store
+        if all(unit.store is not store for other in self._components.values() for unit in other.units):
+            store.close()
 
     @property
     def names(self) -> list[str]:
@@ -116,7 +133,7 @@ class Engine:
         """
         self._claim_thread(component.name)
         self._close_interrupted()
-        self._open.append((component, _calling_frame()))
+        self._open.append((component, find_caller(is_root=True)))
         try:
             self._lane_of(component).enter(component)
         except BaseException:
@@ -125,7 +142,7 @@ class Engine:
 
     def _close_interrupted(self) -> None:
         """Closes forwards whose call has ended without its hooks, and lets go of what they held."""
-        while self._open and not _on_stack(self._open[-1][1]):
+        while self._open and not _is_running(self._open[-1][1]):
             self._open.pop()
         if not self._open:
             self._bury()
@@ -149,8 +166,13 @@ class Engine:
             unit.store.check()  # where no pass and no forward does
         if unit.layout.is_leaf:
             self._leaves.acquire(unit)
-        else:
-            self._lane_of(self._components[unit.component]).acquire(unit)
+            return
+        component = self._components[unit.component]
+        try:
+            self._lane_of(component).acquire(unit, self._open[0][1] if self._open else find_caller(is_root=False))
+        except GroupLost as lost:
+            self._go_on_alone(lost)
+            self._lane_of(component).acquire(unit)
 
     def own_output(self, unit: Unit, output: Any) -> Any:
         """
@@ -194,15 +216,64 @@ class Engine:
                         return unit, index
         return None
 
-    def join(self) -> None:
-        """See `GatherLane.join`."""
+    def join(self, pause: bool = False) -> None:
+        """See `Turn.join`; if ranks are lost, this one goes on alone, where it can."""
         self._close_interrupted()
         if not self._open:
             self._thread = None
         self._bury()
         lane = self.lanes.get("all_gather")
         if isinstance(lane, GatherLane):
-            lane.join()
+            try:
+                lane.join(pause)
+            except GroupLost as lost:
+                self._go_on_alone(lost)
+
+    def resume(self) -> None:
+        """Ends the pause of a `join`."""
+        lane = self.lanes.get("all_gather")
+        if isinstance(lane, GatherLane) and lane.service is not None:
+            lane.service.turn.resume()
+
+    def leave_group(self) -> None:
+        """This process is about to end, or its process groups are: serves the others until none needs it any more."""
+        self._close_interrupted()
+        lane = self.lanes.get("all_gather")
+        if isinstance(lane, GatherLane) and lane.service is not None:
+            try:
+                lane.join(leaving=True)
+            except RuntimeError as error:
+                logger.warning(f"Leaving without the other ranks: {error}")
+            finally:
+                lane.service.stop()
+
+    def _go_on_alone(self, lost: GroupLost) -> None:
+        """
+        The group's passes are over. Whoever can read all weights copies them for itself from now on.
+
+        Raises:
+            `RankLost`: this rank has only shards.
+        """
+        lane = self.lanes["all_gather"]
+        assert isinstance(lane, GatherLane)
+        components = list(lane.components.values())
+        for component in components:
+            if not all(component.store.is_whole(unit.key) for unit in component.units):
+                raise RankLost(
+                    f"Streaming by all_gather has stopped: {lost} The weights of '{component.name}' are 'pinned', a "
+                    'shard on each rank, so no rank can go on. Start all ranks again; with host="packed" the others '
+                    "finish their work."
+                ) from lost
+        logger.warning(
+            f"Rank {self.group.rank} goes on by itself and copies whole blocks from now on, as with "
+            f'transfer="local", because the group is broken: {lost}'
+        )
+        del self.lanes["all_gather"]
+        lane.retire()
+        local = self.lanes.setdefault("local", LocalLane(self.platform, self.counters))
+        for component in components:
+            component.go_local()
+            local.add(component, lane.num_slots)
 
     def _lane_of(self, component: Component) -> Lane:
         return self.lanes[component.plan.transfer]
@@ -231,23 +302,8 @@ def _lies_in(value: object, memory: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory.untyped_storage()._cdata
 
 
-_CALL_IMPL = nn.Module._call_impl.__code__
-
-
-def _calling_frame() -> FrameType | None:
-    """The frame of the module call whose hook is running; None where it is not to be seen (a compiled one)."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CALL_IMPL:
-        frame = frame.f_back
-    return frame
-
-
-def _on_stack(wanted: FrameType | None) -> bool:
-    """Whether a frame is still running in this thread, by identity."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not wanted:
-        frame = frame.f_back
-    return frame is not None
+def _is_running(caller: Caller | None) -> bool:
+    return caller is not None and caller.is_running()
 
 
 _engine: Engine | None = None
@@ -271,6 +327,19 @@ def get_engine(platform: Platform, group: OffloadGroup) -> Engine:
     elif _engine.group is not group:
         raise ValueError("Other components share their weights among other ranks already; disable them first.")
     return _engine
+
+
+@contextmanager
+def pausing(group: OffloadGroup) -> Iterator[None]:
+    """While ranks change what streams, none begins a pass. All ranks of `group` enter it together."""
+    engine = _engine if _engine is not None and _engine.group is group else None
+    if engine is not None:
+        engine.join(pause=True)
+    try:
+        yield
+    finally:
+        if engine is not None:
+            engine.resume()
 
 
 def find_streamed(tensor: torch.Tensor) -> tuple[Unit, int] | None:

@@ -20,17 +20,28 @@ Owns passes: what ranks that gather blocks from shards agree on, and the lap tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
 
 import torch
 
+from .caller import Caller
 from .device.platform import Event, Platform
 from .device.ring import BlockViews, Slot, realign
-from .distributed.control import RankLost
+from .distributed.control import POLL_SECONDS, GroupLost, RankLost
 from .distributed.group import OffloadGroup
+from .distributed.pass_service import PassService
+from .distributed.turn import PassOptions
 from .lane import Lane, copy_extents
 from .units import Component, Counters, Unit
+
+
+_TURN = timedelta(seconds=POLL_SECONDS)
+_ABORT_SECONDS = 5.0
+"""How long after a loss gathers that all ranks had begun may take to complete."""
 
 
 class Lap:
@@ -62,11 +73,26 @@ class Lap:
 
 
 class GatherLane(Lane):
-    """Blocks come in shards and are gathered, in passes that all ranks of the group do together ([Note: Pass])."""
+    """
+    Blocks come in shards and are gathered, in passes that all ranks of the group do together ([Note: Pass]). When a
+    pass begins and who drives it is up to the `PassService`; alone, the main thread does everything.
+
+    Args:
+        group (`OffloadGroup`): the ranks.
+        options (`PassOptions`): how patient they are with each other.
+        on_dropped (`Callable[[Component], None]`): told of an abandoned component that no rank needs any more.
+    """
 
     transfer = "all_gather"
 
-    def __init__(self, platform: Platform, counters: Counters, group: OffloadGroup) -> None:
+    def __init__(
+        self,
+        platform: Platform,
+        counters: Counters,
+        group: OffloadGroup,
+        options: PassOptions,
+        on_dropped: Callable[[Component], None],
+    ) -> None:
         super().__init__(platform, counters, group.rank, group.size)
         self._group = group
         self._comm = platform.new_stream(high_priority=True)
@@ -74,77 +100,148 @@ class GatherLane(Lane):
         self._ahead: tuple[tuple[str, int], ...] = ()
         self._passes = 0
         self._broken: str | None = None
+        self._on_dropped = on_dropped
+        self._abandoned: set[str] = set()
+        self._caller: Caller | None = None
+        self.service: PassService | None = None
+        if group.passes is not None:
+            self.service = PassService(group.passes, self, options)
+            self.service.start()
+
+    # What hooks call, on the main thread
 
     def enter(self, component: Component) -> None:
-        super().enter(component)
-        if self._lap is not None and self._lap.component is component:
-            self.finish()  # one that an interrupt ended: torch ran no hooks after it
+        with self._driving():
+            super().enter(component)
+            if self._lap is not None and self._lap.component is component:
+                self.finish()  # one that an interrupt ended: torch ran no hooks after it
+
+    def acquire(self, block: Unit, caller: Caller | None = None) -> None:
+        with self._driving():
+            self._caller = caller
+            super().acquire(block)
+
+    def release(self, block: Unit) -> None:
+        with self._driving():
+            super().release(block)
+
+    def leave(self, component: Component, complete: bool) -> None:
+        with self._driving():
+            super().leave(component, complete)
+
+    def let_go_all(self) -> None:
+        with self._driving():
+            super().let_go_all()
 
     def finish(self) -> None:
-        if self._lap is None:
-            return
-        self._check()
-        while not self._lap.done:
-            block = self._lap.next_block
-            try:  # not `check`: of a file that was only replaced, the rest comes as the other ranks expect it
-                block.store.check_readable(block.key)
-            except RuntimeError as error:
-                self._stop(str(error))
-            self._fetch_next()
-        component = self._lap.component
-        self._ahead = tuple((component.name, block) for block in component.order[: self._count_ahead(component)])
-        self._lap = None
+        if self.service is not None:
+            self.service.turn.hand_back()
+        elif self._lap is not None:
+            self.finish_lap(is_ghost=False)
 
-    def join(self) -> None:
-        """
-        Says goodbye, and does the transfers of the passes that other ranks still ask for, until all have said it.
-
-        Raises:
-            `RankLost`: a rank is gone or late, or was before; the message names it.
-        """
-        self.finish()
-        self._check()
-        while True:
-            replies = self._exchange("bye")
-            if not any(reply["kind"] == "pass" for reply in replies):
-                return
-            if _refused(replies):
-                continue
-            self._grant(replies)
-            self.counters.ghost_passes += 1
+    def join(self, pause: bool = False, leaving: bool = False) -> None:
+        """See `Turn.join`."""
+        if self.service is None:
             self.finish()
+            return
+        with self._driving():
+            self._refuse_held("'join' was called")
+            self.service.turn.join(pause, leaving)
+
+    def _driving(self) -> AbstractContextManager[None]:
+        return self.service.turn.driving() if self.service is not None else nullcontext()
+
+    # Membership
+
+    def remove(self, component: Component, shrink: bool = True) -> None:
+        super().remove(component, shrink)
+        self._abandoned.discard(component.name)
+        if not self.components:
+            self.close()
+
+    def abandon(self, component: Component) -> None:
+        """
+        This rank computes a component no more. Its part of the passes that others ask for goes on until none does.
+        """
+        if self.service is None:
+            self._on_dropped(component)
+            return
+        with self._driving():
+            self._let_go(component.blocks)
+            self._abandoned.add(component.name)
+        if self._abandoned == set(self.components):
+            self.service.turn.say_goodbye()
+
+    def close(self) -> None:
+        """Ends the service and gives the slots back. Idempotent."""
+        if self.service is not None:
+            self.service.stop()
+        self._drop_ring()
+
+    def retire(self) -> None:
+        """
+        Passes are over. Lets all components go, but for the blocks that compute: their bytes have arrived, and stay.
+        """
+        if self.service is not None:
+            self.service.stop()
+        for component in self.components.values():
+            for block in component.blocks:
+                block.views = []
+        self.components = {}
+        self._drop_ring()
 
     def read(self, block: Unit) -> torch.Tensor:
         self._check()
-        return super().read(block)
-
-    def remove(self, component: Component, shrink: bool = True) -> None:
-        if self._lap is not None and self._lap.component is component and self._broken is None:
-            if shrink:
-                self.finish()  # the others count on it
-            else:
-                self._broken = f"'{component.name}' was dropped on rank {self.rank} in the middle of a pass"
-        super().remove(component, shrink)
+        with self._driving():
+            return super().read(block)
 
     def _drop_ring(self) -> None:
         self._lap = None
         self._ahead = ()
         super()._drop_ring()
 
+    # Driving a lap
+
     def _reach(self, component: Component, block: Unit) -> Slot:
         assert self.ring is not None
-        self._check()
         while True:
+            self._check()
             lap = self._lap
-            if lap is not None and lap.component is component:
+            if lap is not None and lap.component is component and (self.service is None or self.service.turn.owns_lap):
                 slot = self.ring.find(component.name, block.index)
                 if slot is not None:
                     return slot
                 if lap.ahead_of(block.index):
                     self._fetch_next()
                     continue
-            self.finish()
+            self._refuse_held(f"{block} is needed")
             self._begin(component, block)
+
+    def _begin(self, component: Component, block: Unit) -> None:
+        """Has a pass of `component` begin, and this thread drive it."""
+        asked = {
+            "component": component.name,
+            "full": block.index not in component.order,
+            "proposal": list(component.proposal) if component.proposal is not None else None,
+            "refused": _change_of(component),
+        }
+        if self.service is not None:
+            self.service.turn.request(asked)
+        else:
+            self.finish()
+            if asked["refused"]:
+                raise RuntimeError(f"rank {self.rank}: {asked['refused']}")
+            self.grant([{"kind": "run", **asked, **self.describe_state()}])
+        self.counters.passes += 1
+
+    def _refuse_held(self, why: str) -> None:
+        """A lap that this thread has left is completed in its slots, so none may be in use."""
+        held = ", ".join(sorted(str(unit) for c in self.components.values() for unit in c.blocks if unit.held))
+        if held:
+            raise RuntimeError(
+                f"rank {self.rank}: {why} while {held} compute, one inside the other, and would take a pass of its "
+                'own. Use transfer="local" for models that call each other like this.'
+            )
 
     def _fetch_ahead(self, component: Component, block: Unit) -> None:
         assert self.ring is not None and self._lap is not None
@@ -157,10 +254,11 @@ class GatherLane(Lane):
         block = lap.next_block
         try:
             self._fetch(block)
+        except RankLost:
+            raise
         except RuntimeError as error:
-            if self._issuing:  # the collective itself failed, so ranks may differ in what they did
-                self._broken = f"the fetch of {block} failed on rank {self.rank} ({error})"
-                raise RuntimeError(f"{self._broken}. Look for the traceback of another rank first.") from error
+            if self._issuing and self.service is not None:  # ranks may differ in what they did
+                raise self._lose(f"the fetch of {block}", error) from error
             raise
         lap.advance()
 
@@ -172,64 +270,94 @@ class GatherLane(Lane):
         self.platform.submit(self._copy, lambda: copy_extents(views), after=(fence,), record=slot.arrived)
 
         def work() -> None:
-            gather(views.image, views.shard)
-            realign(views.realigned)
+            if self.platform.waits_on_host:
+                slot.pending = gather.start(views.image, views.shard), views
+            else:
+                gather(views.image, views.shard)
+                realign(views.realigned)
 
         self.platform.submit(self._comm, work, after=(slot.arrived,), record=slot.ready)
         self.counters.gather_nbytes += views.image.numel() - views.shard.numel()
 
-    def _begin(self, component: Component, block: Unit) -> None:
-        """Asks for a pass of `component` until it is granted; passes of others are done for them meanwhile."""
-        while (granted := self._agree(component, full=block.index not in component.order)) is not component:
-            if granted is not None:
-                self.counters.ghost_passes += 1
-                self.finish()
-        self.counters.passes += 1
+    def _settle(self, slot: Slot) -> None:
+        if slot.pending is None:
+            return
+        work, views = slot.pending
+        assert self.service is not None
+        what, start = (
+            f"the gather of block {slot.stamp.block} of '{slot.stamp.component}'" if slot.stamp else "",
+            time.monotonic(),
+        )
+        while True:
+            try:
+                if work.wait(_TURN):
+                    break
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise self._lose(what, error) from error
+            try:
+                self.service.keep_waiting(what, time.monotonic() - start)
+            except RankLost as error:
+                self.service.turn.fail(error)
+                raise
+        realign(views.realigned)
+        slot.pending = None
 
-    def _agree(self, component: Component, full: bool) -> Component | None:
-        """
-        One round of asking for a pass of `component`: which component got one, None if nobody did.
+    def _lose(self, what: str, error: RuntimeError) -> RankLost:
+        """What to raise when a collective failed: the end of another rank, if that is why."""
+        assert self.service is not None
+        lost: RankLost = GroupLost(f"{what} failed on rank {self.rank} ({str(error).splitlines()[0]}).")
+        try:
+            self.service.explain()
+        except RankLost as explained:
+            lost = explained
+        self.service.turn.fail(lost)
+        return lost
 
-        Raises:
-            `RuntimeError`: the weights of `component` have changed on the host, as this rank or another sees it. All
-            ranks that asked for it raise, and none has begun anything.
-        """
-        proposal = list(component.proposal) if component.proposal is not None else None
-        changed = _change_of(component)
-        replies = self._exchange("pass", component=component.name, full=full, proposal=proposal, changed=changed)
-        for rank, reply in enumerate(replies):
-            if reply.get("changed") and reply["component"] == component.name:
-                raise RuntimeError(f"rank {rank}: {reply['changed']}")
-        return None if _refused(replies) else self._grant(replies)
+    def _recover(self, block: Unit) -> None:
+        reason = f"a fetch was interrupted before that of {block}, so rank {self.rank} does not know the group's order"
+        if self.service is None:
+            super()._recover(block)
+        else:
+            self.service.turn.fail(GroupLost(reason))
+            self.service.turn.check()
 
-    def _exchange(self, kind: str, **asked: Any) -> list[dict[str, Any]]:
-        """One agreement: what is asked, and what a lap follows from, which has to be the same on all ranks."""
+    def _check(self) -> None:
+        if self.service is not None:
+            self.service.turn.check()
+
+    # What the service calls (`Laps`)
+
+    @contextmanager
+    def service_thread(self) -> Iterator[None]:
+        """Of the torch state that belongs to a thread, what transfers need."""
+        self.platform.use_in_this_thread()
+        with torch.no_grad():
+            yield
+
+    def describe_state(self) -> dict[str, Any]:
         state = [self.ring.seq if self.ring else 0, [list(item) for item in self._ahead]]
         state += [[name, component.order_digest] for name, component in sorted(self.components.items())]
-        try:
-            replies = self._group.control.exchange(kind, passes=self._passes, state=state, **asked)
-        except RuntimeError as error:
-            self._broken = str(error)
-            raise
-        for rank, reply in enumerate(replies):
-            if reply["kind"] not in ("pass", "bye"):
-                raise RuntimeError(
-                    f"rank {rank} is at '{reply['kind']}' while rank {self.rank} is at '{kind}'. Enabling and "
-                    "disabling are done by all ranks together, between forwards."
-                )
-            if reply["passes"] != self._passes or reply["state"] != state:
-                self._stop(
-                    f"rank {rank} counts {reply['passes']} passes and rank {self.rank} counts {self._passes}, or "
-                    "their slots or orders differ: a rank enabled, disabled or failed alone"
-                )
-        return replies
+        return {"passes": self._passes, "state": state, "abandoned": sorted(self._abandoned)}
 
-    def _grant(self, replies: Sequence[dict[str, Any]]) -> Component:
+    def grant(self, replies: list[dict[str, Any]]) -> str | None:
         """
-        Which component the ranks agreed to run, from what all of them said; opens its lap. That of the first asking
-        rank, counted from `pass number mod N` upward, so that everyone who asks is served within N passes.
+        Which component the ranks agreed to run, from what all of them said; opens its lap. None if no rank asked, or
+        one that did says why it cannot be.
+
+        Raises:
+            `RankLost`: the next lap would not be the same on all ranks.
         """
-        asking = [(rank, reply) for rank, reply in enumerate(replies) if reply["kind"] == "pass"]
+        own = replies[self.rank]
+        for rank, reply in enumerate(replies):
+            if (reply["passes"], reply["state"]) != (own["passes"], own["state"]):
+                raise RankLost(
+                    f"rank {rank} counts {reply['passes']} passes and rank {self.rank} counts {self._passes}, or "
+                    "their slots or orders differ: a rank enabled, disabled or failed alone. Start all ranks again."
+                )
+        asking = [(rank, reply) for rank, reply in enumerate(replies) if reply["kind"] == "run"]
+        if not asking or any(reply["refused"] for _, reply in asking):
+            return None
         _, first = min(asking, key=lambda item: (item[0] - self._passes) % self.size)
         component = self.components[first["component"]]
         same = [reply for _, reply in asking if reply["component"] == component.name]
@@ -240,7 +368,58 @@ class GatherLane(Lane):
             component.adopt(tuple(proposal))
         self._passes += 1
         self._open(component)
-        return component
+        return component.name
+
+    def is_driven(self, idle_seconds: float) -> bool:
+        assert self.service is not None
+        held = any(unit.held for c in self.components.values() for unit in c.blocks)
+        caller = self._caller
+        if caller is not None and (held or caller.is_root) and not caller.is_running():
+            return False
+        return held or idle_seconds < self.service.turn.options.grace or self.service.turn.options.uneven == "error"
+
+    def take_over(self) -> None:
+        self._caller = None
+        self.platform.synchronize()  # what the interrupted call queued, on whatever stream
+        for component in self.components.values():
+            self._let_go(component.blocks)
+
+    def finish_lap(self, is_ghost: bool) -> None:
+        assert self._lap is not None and self.ring is not None
+        self._caller = None
+        while not self._lap.done:
+            block = self._lap.next_block
+            # Not `check`: of a file that was only replaced, the rest comes as the other ranks expect it.
+            block.store.check_readable(block.key)
+            self._fetch_next()
+        for slot in self.ring.slots:
+            self._settle(slot)
+        component = self._lap.component
+        self._ahead = tuple((component.name, block) for block in component.order[: self._count_ahead(component)])
+        self._lap = None
+        self.counters.ghost_passes += is_ghost
+
+    def all_joined(self, replies: list[dict[str, Any]]) -> bool:
+        for name in sorted(set.intersection(*(set(reply["abandoned"]) for reply in replies))):
+            component = self.components[name]
+            super().remove(component, shrink=False)
+            self._abandoned.discard(name)
+            self._on_dropped(component)
+        return not self.components
+
+    def abort(self) -> bool:
+        gather = self._group.gather
+        if gather is None or self.ring is None or self.platform.waits_on_host:
+            return True
+        deadline = time.monotonic() + _ABORT_SECONDS
+        while not (intact := all(self._is_right(slot) for slot in self.ring.slots)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        gather.abort()
+        return intact
+
+    def _is_right(self, slot: Slot) -> bool:
+        """Whether nothing has computed, or will, with a gather that will never be complete."""
+        return self.platform.is_done(slot.ready) or (not slot.used and self.platform.is_done(slot.free))
 
     def _open(self, component: Component) -> None:
         held = 0
@@ -255,19 +434,6 @@ class GatherLane(Lane):
     def _count_ahead(self, component: Component) -> int:
         return min(self.num_slots - 1, len(component.order))
 
-    def _recover(self, block: Unit) -> None:
-        self._stop(
-            f"a fetch was interrupted before that of {block}, so rank {self.rank} does not know the group's order"
-        )
-
-    def _stop(self, reason: str) -> NoReturn:
-        self._broken = reason.rstrip(".").removesuffix("and start all ranks again").rstrip(", ")
-        raise RankLost(f"Streaming by all_gather has stopped: {self._broken}. Start all ranks again.")
-
-    def _check(self) -> None:
-        if self._broken is not None:
-            self._stop(self._broken)
-
 
 def _change_of(component: Component) -> str | None:
     """What has changed about the host's copy of a component's weights."""
@@ -276,8 +442,3 @@ def _change_of(component: Component) -> str | None:
     except RuntimeError as error:
         return str(error)
     return None
-
-
-def _refused(replies: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a round grants no pass, because weights that were asked for have changed on the host."""
-    return any(reply.get("changed") for reply in replies)

@@ -9,20 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from diffusers.utils import logging
 from torch import nn
 
 from .attachment import Attachment
 from .config import DistributedLayerwiseOffloadConfig
-from .distributed.control import RankLost
+from .distributed.control import RankLost, logger
 from .engine import Engine
 from .host.store import HostStore
 from .offload_plan import OffloadPlan
 from .report import OffloadReport, make_report
 from .tensor_utils import move_tensors, owned_tensors
-
-
-logger = logging.get_logger(__name__)
 
 
 class OffloadHandle:
@@ -66,10 +62,15 @@ class OffloadHandle:
         """Whether the offload is still in force."""
         return self._store is not None
 
+    @property
+    def _transfers(self) -> set[str]:
+        """How its components reach the device now."""
+        return {part.component.plan.transfer for part in self._parts}
+
     def report(self) -> OffloadReport:
         """What this process has moved so far, and the memory in use; after `remove`, as it was then."""
         if self._store is not None:
-            return make_report(self._engine, self._start, self.plan, self._store)
+            return make_report(self._engine, self._start, self.plan, self._store, self._transfers)
         assert self._last_report is not None
         return self._last_report
 
@@ -99,12 +100,18 @@ class OffloadHandle:
         for part in self._parts:
             part.quiet()
         try:
-            self._engine.join()
-            self._agree_to_remove()
-        except RankLost as error:
-            logger.warning(f"Disabling without the other ranks: {error}")
+            try:
+                self._engine.join(pause=True)
+                self._agree_to_remove()
+            except RankLost as error:
+                logger.warning(f"Disabling without the other ranks: {error}")
+            self._remove(self._store)
+        finally:
+            self._engine.resume()
+
+    def _remove(self, store: HostStore) -> None:
         self._last_report = self.report()
-        store, self._store = self._store, None
+        self._store = None
         while self._undo:
             self._undo.pop()()
         lost: RuntimeError | None = None

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 
 import torch
 
+from .caller import Caller
 from .device.platform import Event, Platform
 from .device.ring import BlockViews, Ring, Slot, realign
 from .units import Component, Counters, Unit
@@ -103,7 +104,10 @@ class Lane:
                 block.views = self.ring.views(block.layout, block.extents, self.size, self.rank)
 
     def _drop_ring(self) -> None:
-        self._let_go(unit for component in self.components.values() for unit in component.blocks)
+        if self.ring is not None:
+            slots = {id(slot) for slot in self.ring.slots}
+            units = (unit for component in self.components.values() for unit in component.blocks)
+            self._let_go(unit for unit in units if id(unit.slot) in slots)
         for component in self.components.values():
             for block in component.blocks:
                 block.views = []
@@ -120,8 +124,10 @@ class Lane:
         if self.ring is None:
             self._fit_ring()
 
-    def acquire(self, block: Unit) -> None:
-        """Makes a block's tensors readable on the current stream, and fetches ahead."""
+    def acquire(self, block: Unit, caller: Caller | None = None) -> None:
+        """
+        Makes a block's tensors readable on the current stream, and fetches ahead. `caller` is the call that needs it.
+        """
         if block.slot is not None:
             block.holds += 1
             return
@@ -132,6 +138,7 @@ class Lane:
         slot.holds += 1
         block.slot, block.holds = slot, 1
         try:
+            self._settle(slot)
             self._fetch_ahead(component, block)
             self.platform.compute_wait(slot.fence)
             slot.used = True
@@ -184,6 +191,9 @@ class Lane:
         """Fetches what comes after `block` into the slots that are free for it."""
         raise NotImplementedError
 
+    def _settle(self, slot: Slot) -> None:
+        """On devices without streams: waits until what a slot is to hold is there."""
+
     def _fetch(self, block: Unit) -> Slot:
         """
         Brings a block into the next slot: this rank's shard over its link, then the others' ([Note: Slot reuse]).
@@ -191,6 +201,7 @@ class Lane:
         assert self.ring is not None
         if self._issuing:
             self._recover(block)
+        self._settle(self.ring.next_slot)
         self._issuing = True
         if self.ring.next_slot.holds:
             self._issuing = False
@@ -227,6 +238,7 @@ class Lane:
             self._fit_ring()
         assert self.ring is not None
         slot = self._fetch(block)
+        self._settle(slot)
         slot.used = True
         self.platform.compute_wait(slot.ready)
         image = block.views[slot.index].image[: block.layout.nbytes].to("cpu", copy=True)

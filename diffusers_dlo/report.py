@@ -5,6 +5,7 @@ Owns what an offload tells about itself afterwards. Must not measure or move any
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from .engine import Engine
@@ -59,12 +60,14 @@ class OffloadReport:
         return render_table("Offload report of this rank", ["what", "value"], rows)
 
 
-def make_report(engine: Engine, start: Counters, plan: OffloadPlan, store: HostStore) -> OffloadReport:
-    """The report of what the engine counted since `start`, with one handle's plan and store."""
+def make_report(
+    engine: Engine, start: Counters, plan: OffloadPlan, store: HostStore, transfers: Iterable[str]
+) -> OffloadReport:
+    """The report of what the engine counted since `start`, with one handle's plan, store and kinds of transfer."""
     counters = engine.counters.since(start)
     return OffloadReport(
         host_kind=store.kind,
-        transfer="+".join(sorted({component.transfer for component in plan.components})),
+        transfer="+".join(sorted(transfers)),
         passes=counters.passes,
         ghost_passes=counters.ghost_passes,
         h2d_bytes=counters.h2d_nbytes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -136,6 +136,12 @@ class Component:
     def units(self) -> tuple[Unit, ...]:
         """Its blocks, then its leaves."""
         return self.blocks + self.leaves
+
+    def go_local(self) -> None:
+        """From now on this rank copies its blocks whole."""
+        self.plan = replace(self.plan, transfer="local")
+        for block in self.blocks:
+            block.store.copy_whole(block.key)
 
     def propose(self) -> None:
         """After a complete pass: proposes the order that was seen, once."""

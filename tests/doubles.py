@@ -53,6 +53,13 @@ class DelayedPlatform(Platform):
         self.workers: list[Worker] = []
         self.compute = Worker()
 
+    @property
+    def waits_on_host(self) -> bool:
+        return False
+
+    def is_done(self, event: Mark) -> bool:
+        return event.recorded is None or event.recorded.is_set()
+
     def new_stream(self, high_priority: bool = False) -> Worker:
         self.workers.append(Worker())
         return self.workers[-1]

@@ -111,7 +111,8 @@ class Failing(Stack):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inp(x)
-        for index, block in enumerate(self.blocks):
+        for index in self.order:
+            block = self.blocks[index]
             if self.fail_at == index:
                 handle = block.up.register_forward_pre_hook(self._fail)
                 try:
@@ -119,7 +120,7 @@ class Failing(Stack):
                 finally:
                     handle.remove()
             x = block(x)
-        if self.fail_at == len(self.blocks):
+        if self.fail_at is not None:
             raise self.fail_with
         return self.out(x)
 

@@ -40,6 +40,11 @@ class Platform:
         return True
 
     @property
+    def waits_on_host(self) -> bool:
+        """Whether the host itself has to wait for a collective, there being no stream that would."""
+        return True
+
+    @property
     def backend(self) -> str:
         """The name of the collective backend of this device."""
         if self.device.type not in _BACKENDS:
@@ -61,6 +66,13 @@ class Platform:
     ) -> None:
         """Queues `work` on `stream` behind the events `after`, and then `record`."""
         work()
+
+    def is_done(self, event: Event) -> bool:
+        """Whether all that was queued before `event` was last recorded has been done."""
+        return True
+
+    def use_in_this_thread(self) -> None:
+        """Makes the device the current one of a thread that is not the main one."""
 
     def compute_wait(self, event: Event) -> None:
         """Makes what is queued next on the current stream wait for `event`; the host goes on."""
@@ -106,6 +118,16 @@ class AcceleratorPlatform(Platform):
     @property
     def registers_host_memory(self) -> bool:
         return False
+
+    @property
+    def waits_on_host(self) -> bool:
+        return False
+
+    def is_done(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def use_in_this_thread(self) -> None:
+        self._module.set_device(self.device)
 
     def new_stream(self, high_priority: bool = False) -> Stream:
         return self._module.Stream(device=self.device, priority=-1 if high_priority else 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,7 +30,8 @@ class Stamp:
 class Slot:
     """
     One block-sized buffer. `arrived` follows the copy of a fetch, `ready` the whole of it, `free` the computing that
-    last used it. `used` says whether anything has waited for the last fetch since.
+    last used it. `used` says whether anything has waited for the last fetch since. `pending` is a collective that the
+    host has to wait for before it reads `buffer`, and the views that it fills.
     """
 
     index: int
@@ -40,6 +42,7 @@ class Slot:
     stamp: Stamp | None = None
     holds: int = 0
     used: bool = True
+    pending: tuple[Any, BlockViews] | None = None
 
     @property
     def fence(self) -> Event:

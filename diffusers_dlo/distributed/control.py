@@ -7,24 +7,22 @@ noticing that a rank is late or gone are one thing here. Must not know what is a
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
+import logging
 import os
 import select
 import socket
-import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from diffusers.utils import logging
 
+# Not a logger of diffusers: those speak on rank zero only, and this one is about ranks, rank zero among them.
+logger = logging.getLogger("diffusers_dlo.ranks")
 
-logger = logging.get_logger(__name__)
-
-_POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05
 """No wait is longer without looking at the clock and at the peers, so every wait can be interrupted."""
-_LATE_SECONDS = 10.0
+LATE_SECONDS = 10.0
 """A rank that others have waited for this long is named in the log."""
 _MAX_MESSAGE = 1 << 16
 _GONE = "gone"
@@ -35,10 +33,14 @@ class RankLost(RuntimeError):
     """Another rank has ended, given up, not answered in time, or is out of step. The message names it."""
 
 
+class GroupLost(RankLost):
+    """A rank is gone or late, and nothing else is wrong: whoever has the whole weights may go on without the group."""
+
+
 class ControlMesh:
     """
     Messages among the ranks of one group. Every rank calls the same sequence of `exchange`; each returns when all have
-    called it, with what each said.
+    called it, with what each said. Used by one thread at a time, but for `wake` and `check`.
 
     Args:
         rank (`int`): this rank's index in the group.
@@ -52,33 +54,49 @@ class ControlMesh:
         self.size = len(sockets) + 1
         self.timeout = timeout
         self._sockets = dict(sockets)
+        self._pids = tuple(pids)
         self._round = 0
-        self._failed: str | None = None
+        self._failed: RankLost | None = None
         self._pidfds: dict[int, int] = {}
-        for peer in self._sockets:
+        self._doing: dict[int, str] = {}
+        "what each rank last said that it was doing"
+        self._leaving: set[int] = set()
+        self._poller = select.poll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if self._sockets else -1
+        if self._sockets:
+            self._poller.register(self._wake_fd, select.POLLIN)
+        for peer, connection in self._sockets.items():
+            self._poller.register(connection, select.POLLIN)
             # A socket stays open in forked children of a dead rank; its process does not.
             try:
-                self._pidfds[peer] = os.pidfd_open(pids[peer])
+                self._pidfds[peer] = os.pidfd_open(self._pids[peer])
+                self._poller.register(self._pidfds[peer], select.POLLIN)
             except (AttributeError, OSError) as error:
                 logger.info(f"the death of rank {peer} will show as a closed socket only ({error})")
 
+    @property
+    def usable(self) -> bool:
+        """Whether all ranks still agree on the order of what they say."""
+        return self._failed is None
+
     def exchange(self, kind: str, **payload: Any) -> list[dict[str, Any]]:
         """
-        Tells every rank `kind` and `payload` and returns what each said, by rank, this one's own included.
+        Tells every rank `kind` and `payload` and returns what each said, by rank, this one's own included. A text
+        under `doing` is what the others say of this rank if it does not answer any more.
 
         Raises:
-            `RuntimeError`: a rank is gone or did not answer within the timeout; the message names it.
+            `RankLost`: a rank is gone or did not answer within the timeout; the message names it.
         """
         own = {"kind": kind, "round": self._round, **payload}
         if self.size == 1:
             self._round += 1
             return [own]
         if self._failed is not None:
-            raise RankLost(self._failed)
+            raise self._failed
         message = json.dumps(own).encode()
         if len(message) > _MAX_MESSAGE:
             raise RuntimeError(f"rank {self.rank}: a control message of {len(message)} bytes exceeds {_MAX_MESSAGE}")
-        self._failed = (
+        self._failed = RankLost(
             f"rank {self.rank} was interrupted at '{kind}' while it agreed with the other ranks, so their order is "
             "unknown; start all ranks again"
         )
@@ -86,36 +104,124 @@ class ControlMesh:
             self._send(message)
             replies = self._receive_all(kind)
             self._check_nobody_gave_up()
-        except RuntimeError as error:
-            self._failed = str(error)
-            self._send(json.dumps({"kind": _GONE, "round": self._round, "why": self._failed}).encode())
+        except RankLost as error:
+            self.give_up(error)
             raise
         replies[self.rank] = own
         said = [replies[rank] for rank in range(self.size)]
         rounds = [reply["round"] for reply in said]
         if any(number != self._round for number in rounds):
-            self._failed = f"ranks count their agreements differently ({rounds}): one of them gave up in the middle"
-            raise RankLost(self._failed)
+            self.give_up(
+                RankLost(f"ranks count their agreements differently ({rounds}): one of them gave up in the middle")
+            )
+            raise self._failed
         self._round += 1
         self._failed = None
         return said
+
+    def give_up(self, error: RankLost) -> None:
+        """Refuses every later exchange with `error`, and tells the other ranks why."""
+        self._failed = error
+        final = not isinstance(error, GroupLost)
+        self._send(json.dumps({"kind": _GONE, "round": self._round, "why": str(error), "final": final}).encode())
+
+    def wait(self, seconds: float) -> bool:
+        """
+        Waits until another rank says something, `wake` is called, or the time is over; whether somebody said
+        something.
+
+        Raises:
+            `RankLost`: a rank has ended that had not said it would.
+        """
+        for fd, _ in self._poller.poll(seconds * 1000):
+            if fd == self._wake_fd:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(fd)
+        self._forget_leavers()
+        heard = any(self._has_message(peer) for peer in self._sockets if peer not in self._leaving)
+        if not heard:
+            self._check_alive()
+        return heard
+
+    def wake(self) -> None:
+        """Ends a `wait`, from whatever thread."""
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def check(self) -> None:
+        """
+        Looks at the other ranks without waiting for them.
+
+        Raises:
+            `RankLost`: one of them has ended, or given up; the message names it.
+        """
+        self._check_nobody_gave_up()
+        self._check_alive()
+
+    def let_leave(self, peer: int) -> None:
+        """Rank `peer` may end from now on: that it is gone matters to the next exchange only."""
+        self._leaving.add(peer)
+
+    def describe(self, peers: Iterable[int]) -> str:
+        """Ranks with what is known of each: what it last said it was doing, and whether its process is stopped."""
+        found = []
+        for peer in peers:
+            known = [self._doing[peer]] if peer in self._doing else []
+            if _is_stopped(self._pids[peer]):
+                known.append("its process is stopped (SIGSTOP)")
+            found.append(f"rank {peer}" + (f" ({'; '.join(known)})" if known else ""))
+        return ", ".join(found)
+
+    def stopped(self) -> list[int]:
+        """The other ranks whose processes are stopped."""
+        return [peer for peer in self._sockets if _is_stopped(self._pids[peer])]
 
     def _send(self, message: bytes) -> None:
         for connection in self._sockets.values():
             # A rank that is gone may have answered before: what it last said is read first.
             with contextlib.suppress(OSError):
-                connection.send(message)
+                connection.send(message, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+    def _forget_leavers(self) -> None:
+        """Those that may leave are no news when they do."""
+        for peer in self._leaving:
+            for fd in (self._sockets[peer].fileno(), self._pidfds.get(peer, -1)):
+                with contextlib.suppress(KeyError, ValueError, FileNotFoundError):
+                    self._poller.unregister(fd)
+
+    def _peek(self, peer: int) -> bytes | None:
+        """The next message of a rank, left where it is; None if there is none, empty at the end."""
+        try:
+            return self._sockets[peer].recv(_MAX_MESSAGE, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        except BlockingIOError:
+            return None
+        except ConnectionError:
+            return b""
+
+    def _has_message(self, peer: int) -> bool:
+        return bool(self._peek(peer))
+
+    def _check_alive(self) -> None:
+        """Raises for a rank that has ended, once all it had said is read."""
+        for peer in self._sockets:
+            if peer in self._leaving or self._has_message(peer):
+                continue
+            ended = self._peek(peer) == b""
+            if peer in self._pidfds and not ended:
+                ended = bool(select.select([self._pidfds[peer]], [], [], 0)[0]) and not self._has_message(peer)
+            if ended:
+                raise GroupLost(f"{self.describe([peer])} has ended. Look for its traceback.")
 
     def _check_nobody_gave_up(self) -> None:
         """A rank that gave up waiting for this one has said its part of the round, and that it gave up, after it."""
-        for connection in self._sockets.values():
-            with contextlib.suppress(BlockingIOError, ConnectionError):
-                later = connection.recv(_MAX_MESSAGE, socket.MSG_DONTWAIT | socket.MSG_PEEK)
-                self._refuse_gone(json.loads(later) if later else {})
+        for peer in self._sockets:
+            later = self._peek(peer)
+            self._refuse_gone(json.loads(later) if later else {})
 
     def _refuse_gone(self, said: Mapping[str, Any]) -> None:
         if said.get("kind") == _GONE:
-            raise RankLost(f"{said['why']} (as another rank says)")
+            why = f"{said['why']} (as another rank says)"
+            raise RankLost(why) if said.get("final", True) else GroupLost(why)
 
     def _receive_all(self, kind: str) -> dict[int, dict[str, Any]]:
         replies: dict[int, dict[str, Any]] = {}
@@ -130,7 +236,7 @@ class ControlMesh:
                 poller.register(self._pidfds[peer], select.POLLIN)
                 by_fd[self._pidfds[peer]] = peer
         while len(replies) < len(self._sockets):
-            for fd, _ in poller.poll(_POLL_SECONDS * 1000):
+            for fd, _ in poller.poll(POLL_SECONDS * 1000):
                 peer = by_fd[fd]
                 if peer not in replies:
                     replies[peer] = self._receive(peer, kind)
@@ -142,13 +248,13 @@ class ControlMesh:
             waited = time.monotonic() - start
             late = sorted(set(self._sockets) - set(replies))
             if late and waited > self.timeout:
-                raise RankLost(
-                    f"rank {self.rank} waited {waited:.0f} s at '{kind}' for rank {late[0]}, which did not answer. "
-                    "Look for its traceback, or raise 'timeout' if it is only slow."
+                raise GroupLost(
+                    f"rank {self.rank} waited {waited:.0f} s at '{kind}' for {self.describe(late[:1])}, which did not "
+                    "answer. Look for its traceback, or raise 'timeout' if it is only slow."
                 )
-            if late and waited > _LATE_SECONDS and not warned:
+            if late and waited > LATE_SECONDS and not warned:
                 warned = True
-                logger.warning(f"rank {self.rank} has waited {waited:.0f} s at '{kind}' for ranks {late}")
+                logger.warning(f"rank {self.rank} has waited {waited:.0f} s at '{kind}' for {self.describe(late)}")
         return replies
 
     def _receive(self, peer: int, kind: str) -> dict[str, Any]:
@@ -158,12 +264,14 @@ class ControlMesh:
         except (BlockingIOError, ConnectionError):
             message = b""
         if not message:
-            raise RankLost(
-                f"rank {peer} ended while rank {self.rank} waited for it at '{kind}'. Look for its traceback, and "
-                "start all ranks again."
+            raise GroupLost(
+                f"{self.describe([peer])} ended while rank {self.rank} waited for it at '{kind}'. Look for its "
+                "traceback."
             )
         said = json.loads(message)
         self._refuse_gone(said)
+        if said.get("doing"):
+            self._doing[peer] = said["doing"]
         return said
 
     def send_file(self, fd: int) -> None:
@@ -181,7 +289,7 @@ class ControlMesh:
         connection = self._sockets[peer]
         deadline = time.monotonic() + self.timeout
         while time.monotonic() < deadline:
-            if select.select([connection], [], [], _POLL_SECONDS)[0]:
+            if select.select([connection], [], [], POLL_SECONDS)[0]:
                 _, fds, _, _ = socket.recv_fds(connection, 64, 1, socket.MSG_CMSG_CLOEXEC)
                 if fds:
                     return fds[0]
@@ -192,80 +300,18 @@ class ControlMesh:
         """Closes every socket; the other ranks see this rank as gone. Idempotent."""
         for connection in self._sockets.values():
             connection.close()
-        for fd in self._pidfds.values():
-            os.close(fd)
+        for fd in (*self._pidfds.values(), self._wake_fd):
+            if fd >= 0:
+                os.close(fd)
         self._sockets.clear()
         self._pidfds.clear()
+        self._wake_fd = -1
 
 
-def connect(rank: int, pids: Sequence[int], secret: str, timeout: float) -> ControlMesh:
-    """
-    Connects the ranks of a group with each other. Sockets have abstract names, so nothing is left on disk; a
-    connection counts only from the same user and with the group's `secret`, which travels over the launcher's process
-    group.
-
-    Raises:
-        `RuntimeError`: a rank could not be reached within `timeout` seconds.
-    """
-    size = len(pids)
-    name = "\0diffusers_dlo-" + hashlib.sha256(secret.encode()).hexdigest()[:32]
-    sockets: dict[int, socket.socket] = {}
-    deadline = time.monotonic() + timeout
-    if size == 1:
-        return ControlMesh(0, {}, pids, timeout)
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger, as the kernel says."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(f"{name}-{rank}")
-            listener.listen(size)
-            for peer in range(rank):
-                sockets[peer] = _dial(f"{name}-{peer}", pids[peer], deadline)
-                sockets[peer].send(f"{rank} {secret}".encode())
-            while len(sockets) < size - 1:
-                listener.settimeout(max(deadline - time.monotonic(), 0.001))
-                connection, _ = listener.accept()
-                caller = _identify(connection, pids, secret, deadline)
-                if caller is None or caller in sockets or not rank < caller < size:
-                    connection.close()
-                else:
-                    sockets[caller] = connection
-    except BaseException as error:
-        for connection in sockets.values():
-            connection.close()
-        if not isinstance(error, OSError):
-            raise
-        missing = sorted(set(range(size)) - set(sockets) - {rank})
-        raise RankLost(f"rank {rank} could not connect with ranks {missing} in {timeout:.0f} s ({error})") from error
-    return ControlMesh(rank, sockets, pids, timeout)
-
-
-def _dial(name: str, pid: int, deadline: float) -> socket.socket:
-    while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.connect(name)
-            if _process_of(connection) == (pid, os.getuid()):
-                return connection
-            reason = "somebody else listens"
-        except (ConnectionRefusedError, FileNotFoundError):
-            reason = "it does not listen"  # not yet
-        connection.close()
-        if time.monotonic() > deadline:
-            raise TimeoutError(reason)
-        time.sleep(0.005)
-
-
-def _identify(connection: socket.socket, pids: Sequence[int], secret: str, deadline: float) -> int | None:
-    """The rank at the other end of a new connection, or None if it is not one of ours."""
-    pid, user = _process_of(connection)
-    if pid not in pids or user != os.getuid():
-        return None
-    connection.settimeout(max(deadline - time.monotonic(), 0.001))
-    claimed, _, said = connection.recv(_MAX_MESSAGE).decode(errors="replace").partition(" ")
-    connection.settimeout(None)
-    return int(claimed) if said == secret and claimed.isdigit() else None
-
-
-def _process_of(connection: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end, as the kernel knows them."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return struct.unpack("3i", credentials)[:2]
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1] in b"Tt"
+    except OSError:
+        return False

@@ -31,6 +31,17 @@ class InPlaceGather:
         """Fills `image`, `(size x n,)` of `uint8`, from the `shard`, `(n,)`, that each rank has in it."""
         _all_gather(image, shard, group=self._group)
 
+    def start(self, image: torch.Tensor, shard: torch.Tensor) -> dist.Work:
+        """As calling it, for devices without streams: what is returned says when `image` is filled."""
+        work = _all_gather(image, shard, group=self._group, async_op=True)
+        assert work is not None
+        return work
+
+    def abort(self) -> None:
+        """Ends collectives that other ranks will never take part in. What they were to fill is garbage after."""
+        if dist.get_backend(self._group) != "gloo":  # which fails by itself, and whose waits are bounded
+            dist.distributed_c10d._abort_process_group(self._group)
+
     def is_right(self, device: torch.device) -> bool:
         """Opens the communicator, and says whether gathering in place brings the right bytes on this backend."""
         count = 256

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from diffusers.utils import logging
 
 from ..device.platform import Platform
-from .control import ControlMesh, connect
+from .connect import connect
+from .control import ControlMesh
 from .gather import InPlaceGather
 
 
@@ -87,15 +88,35 @@ class World:
 
 
 class OffloadGroup:
-    """The ranks of one host that share weights, as seen by one of them."""
+    """
+    The ranks of one host that share weights, as seen by one of them.
 
-    def __init__(self, world: World, ranks: Sequence[int], control: ControlMesh) -> None:
+    Attributes:
+        control (`ControlMesh`): on which main threads agree while they enable and disable.
+        passes (`ControlMesh`, *optional*): on which service threads agree on passes; None for a single rank.
+    """
+
+    def __init__(
+        self, world: World, ranks: Sequence[int], control: ControlMesh, passes: ControlMesh | None = None
+    ) -> None:
         self.world = world
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(world.rank)
         self.size = len(self.ranks)
         self.control = control
+        self.passes = passes
         self.gather: InPlaceGather | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether its ranks can still agree on passes."""
+        return self.control.usable and (self.passes is None or self.passes.usable)
+
+    def close(self) -> None:
+        """Closes its meshes."""
+        self.control.close()
+        if self.passes is not None:
+            self.passes.close()
 
     @contextmanager
     def agreement(self, what: str, said: Mapping[str, Any] | None = None) -> Iterator[list[dict[str, Any]]]:
@@ -179,7 +200,7 @@ def join_world(device_type: str, timeout: float) -> World:
         group = _new_control_group(timeout) if size > 1 else None
         _world = World(dist.get_rank(), size, group, default)
         for old in _groups.values():
-            old.control.close()
+            old.close()
         _groups.clear()
     return _world
 
@@ -210,6 +231,7 @@ def introduce(mesh: DeviceMesh | None) -> dict[str, Any]:
         "pid": os.getpid(),
         "secret": secrets.token_hex(16),
         "mesh": mesh_ranks(mesh),
+        "spent": [list(ranks) for ranks, group in _groups.items() if not group.usable],
     }
 
 
@@ -232,10 +254,14 @@ def form_group(world: World, introductions: Sequence[dict[str, Any]], timeout: f
                 "host in a row; ranks of other hosts are replicas."
             )
     ranks = tuple(rows[world.rank])
+    if any(list(ranks) in introductions[rank]["spent"] for rank in ranks) and ranks in _groups:
+        _groups.pop(ranks).close()
     if ranks not in _groups:
-        pids = [introductions[rank]["pid"] for rank in ranks]
-        control = connect(ranks.index(world.rank), pids, introductions[ranks[0]]["secret"], timeout)
-        _groups[ranks] = OffloadGroup(world, ranks, control)
+        rank, pids = ranks.index(world.rank), [introductions[rank]["pid"] for rank in ranks]
+        secret = introductions[ranks[0]]["secret"]
+        control = connect(rank, pids, secret, timeout)
+        passes = connect(rank, pids, f"{secret} passes", timeout) if len(ranks) > 1 else None
+        _groups[ranks] = OffloadGroup(world, ranks, control, passes)
     group = _groups[ranks]
     group.control.timeout = timeout
     return group

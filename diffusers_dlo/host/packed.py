@@ -17,12 +17,15 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
+from diffusers.utils import logging
 
 from ..device.platform import Platform
 from ..offload_plan import OffloadPlan
 from .registration import Registrations
 from .store import Extent, HostStore, copy_range, tensor_view
 
+
+logger = logging.get_logger(__name__)
 
 _MADV_POPULATE_WRITE = 23
 """`madvise` advice of Linux 5.14 and later, which the standard library does not name yet."""
@@ -83,6 +86,7 @@ class PackedStore(HostStore):
         self._registrations = Registrations(platform)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._private: mmap.mmap | None = None
+        self._pageable = False
         self._offsets, nbytes = image_offsets(plan)
         try:
             if nbytes:
@@ -120,6 +124,16 @@ class PackedStore(HostStore):
 
     def extents(self, unit: int) -> list[Extent]:
         return self._memory_extents(unit)
+
+    def copy_whole(self, unit: int) -> None:
+        super().copy_whole(unit)
+        if self._pageable:
+            return
+        try:
+            self._registrations.add(extent.source for extent in self.extents(unit))
+        except RuntimeError as error:
+            self._pageable = True
+            logger.warning(f"What other ranks used to copy comes from pageable memory, which is slower ({error})")
 
     def _memory_extents(self, unit: int) -> list[Extent]:
         base, _ = bounds = self.copied_bounds(unit)

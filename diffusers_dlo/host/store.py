@@ -70,6 +70,10 @@ class HostStore(ABC):
         """The bytes of a unit's image that this rank copies to the device: its shard, or the whole."""
         return (0, self.layouts[unit].padded_nbytes(1)) if self.copies_whole[unit] else self.shard_bounds(unit)
 
+    def copy_whole(self, unit: int) -> None:
+        """From now on this rank copies the whole of a unit, which it can read (`is_whole`)."""
+        self.copies_whole[unit] = True
+
     def prepare(self, unit: int) -> None:  # noqa: B027
         """
         Makes a leaf ready to be copied, which is called before each use of it: what only a first use needs is done

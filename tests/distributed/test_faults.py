@@ -1,0 +1,277 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Ranks that are killed, stopped or interrupted: the others finish their work, exactly, or hear who was lost. Ranks are
+plain processes here, since launchers end the survivors of a killed one themselves.
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers.utils import logging as diffusers_logging
+
+from diffusers_dlo import apply_distributed_layerwise_offload
+from diffusers_dlo.distributed import control, pass_service
+from tests import toys
+from tests.ranks import run_ranks
+from tests.toys import feed, toy
+
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Heard(logging.Handler):
+    """What the package logs in this process, from now on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        diffusers_logging.add_handler(self)
+        logging.getLogger("diffusers_dlo").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def saying(self, text: str) -> list[str]:
+        return [heard for heard in self.texts if text in heard]
+
+
+def in_block(model: torch.nn.Module, index: int, action: Callable[[], None]) -> None:
+    """Has the block do something in the middle of its next forward, once."""
+
+    def act(*_: object) -> None:
+        handle.remove()
+        action()
+
+    handle = model.blocks[index].up.register_forward_pre_hook(act)
+
+
+def left_behind() -> list[str]:
+    """Threads of the package, and open descriptors that are sockets or memory files of it."""
+    return [thread.name for thread in threading.enumerate() if "diffusers_dlo" in thread.name]
+
+
+def _killed(rank: int, size: int, where: str, host: str) -> tuple[float, list[str], str]:
+    heard = Heard()
+    model, reference = toy(toys.Stack, 5), toy(toys.Stack, 5)
+    handle = apply_distributed_layerwise_offload(model, host=host, timeout=60.0, grace=0.2)
+    with torch.no_grad():
+        assert torch.equal(model(feed(0)), reference(feed(0)))
+        if rank == 1:
+            if where == "in a block":
+                in_block(model, 2, lambda: os.kill(os.getpid(), signal.SIGKILL))
+                model(feed(1))
+            elif where == "with a child":  # which keeps its sockets open
+                if os.fork() == 0:
+                    time.sleep(5)
+                    os._exit(0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        for step in range(4):
+            assert torch.equal(model(feed(step)), reference(feed(step))), step
+        taken = time.monotonic() - start
+        report = handle.report()
+        handle.join()
+        handle.remove()
+        assert torch.equal(model(feed(9)), reference(feed(9)))
+    assert left_behind() == []
+    return taken, heard.saying("goes on by itself"), report.transfer
+
+
+@pytest.mark.parametrize("where", ("in a block", "between forwards", "with a child"))
+@pytest.mark.parametrize("size", (2, 3))
+def test_survivors_of_a_killed_rank_finish_by_themselves(size: int, where: str) -> None:
+    results = run_ranks(size, _killed, where, "packed", expect_death=(1,))
+    for rank in set(range(size)) - {1}:
+        taken, warnings, transfer = results[rank]
+        assert taken < (15 if where != "with a child" else 4) and transfer == "local"
+        assert len(warnings) == 1 and "rank 1" in warnings[0], warnings
+
+
+def _killed_pinned(rank: int, size: int) -> list[str]:
+    model = toy(toys.Stack, 5)
+    handle = apply_distributed_layerwise_offload(model, host="pinned", timeout=60.0, grace=0.2)
+    with torch.no_grad():
+        model(feed(0))
+        if rank == 1:
+            in_block(model, 2, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            model(feed(1))
+        start = time.monotonic()
+        texts = []
+        for _ in range(2):  # at once, and at each later call
+            with pytest.raises(RuntimeError) as caught:
+                for step in range(3):
+                    model(feed(step))
+            texts.append(str(caught.value))
+        with pytest.raises(RuntimeError, match="weights are lost.*Load the model again"):
+            handle.remove()
+        assert time.monotonic() - start < 15
+        with pytest.raises(RuntimeError):
+            model(feed(0))
+    assert left_behind() == []
+    return texts
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_where_shards_are_lost_survivors_hear_of_whom(size: int) -> None:
+    results = run_ranks(size, _killed_pinned, expect_death=(1,))
+    for rank in set(range(size)) - {1}:
+        for text in results[rank]:
+            assert "rank 1 (it was at a forward of 'model')" in text and "pinned" in text, text
+
+
+def _stopped(rank: int, size: int, seconds: float, timeout: float) -> tuple[list[str], list[str], str]:
+    heard = Heard()
+    control.LATE_SECONDS = 1.0
+    pass_service.LATE_SECONDS = 1.0
+    model, reference = toy(toys.Stack, 5), toy(toys.Stack, 5)
+    handle = apply_distributed_layerwise_offload(model, timeout=timeout, grace=0.2)
+    with torch.no_grad():
+        assert torch.equal(model(feed(0)), reference(feed(0)))
+        dist.barrier()
+        if rank == 1:
+            me = os.getpid()
+            if os.fork() == 0:
+                time.sleep(seconds)
+                os.kill(me, signal.SIGCONT)
+                os._exit(0)
+            os.kill(me, signal.SIGSTOP)
+        for step in range(4):
+            assert torch.equal(model(feed(step)), reference(feed(step))), step
+    report = handle.report()
+    handle.remove()
+    assert left_behind() == []
+    return heard.saying("stopped (SIGSTOP)"), heard.saying("goes on by itself"), report.transfer
+
+
+def test_a_stopped_rank_is_named_and_waited_for() -> None:
+    named, alone, transfer = run_ranks(2, _stopped, 3.0, 60.0)[0]
+    assert len(named) == 1 and "rank 1" in named[0]
+    assert not alone and transfer == "all_gather"
+
+
+def test_a_rank_that_is_stopped_for_longer_than_the_timeout_is_left_behind_and_goes_on_later() -> None:
+    results = run_ranks(2, _stopped, 8.0, 3.0)
+    named, alone, transfer = results[0]
+    assert transfer == "local" and len(alone) == 1 and "rank 1" in alone[0]
+    assert results[1][2] == "local"
+
+
+def _interrupted(rank: int, size: int, seed: int) -> int:
+    """Ctrl-C at points drawn at random, on one rank; it catches it and goes on."""
+    import random
+
+    model, reference = toy(toys.Stack, 4), toy(toys.Stack, 4)
+    handle = apply_distributed_layerwise_offload(model, grace=0.05, timeout=60.0)
+    done = threading.Event()
+    interrupts = 0
+    rng = random.Random(seed)
+
+    def pest() -> None:
+        while not done.wait(rng.random() * 0.05):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=pest, daemon=True)
+    step = 0
+    if rank == 0:
+        thread.start()
+    deadline = time.monotonic() + 3
+    going = True
+    while going:
+        try:
+            while time.monotonic() < deadline:
+                with torch.no_grad():
+                    output = model(feed(step % 7))
+                assert torch.equal(output, expected(reference, step % 7)), step
+                step += 1
+            done.set()
+            going = False
+        except KeyboardInterrupt:
+            interrupts += 1
+    while thread.is_alive():  # its last one may still come
+        try:
+            thread.join()
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            interrupts += 1
+    report = handle.report()
+    assert report.transfer == "all_gather"
+    handle.remove()
+    with torch.no_grad():
+        assert torch.equal(model(feed(3)), reference(feed(3)))
+    return interrupts
+
+
+_outputs: dict[int, torch.Tensor] = {}
+
+
+def expected(reference: torch.nn.Module, seed: int) -> torch.Tensor:
+    if seed not in _outputs:
+        with torch.no_grad():
+            _outputs[seed] = reference(feed(seed))
+    return _outputs[seed]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_keyboard_interrupts_at_any_point(seed: int) -> None:
+    results = run_ranks(2 + seed % 2, _interrupted, seed)
+    assert results[0] > 10 and not any(results[1:])
+
+
+def _interrupted_and_idle(rank: int, size: int, rooted: bool) -> float:
+    """Ctrl-C in a block, after which the rank does something else: its part of the lap is done all the same."""
+    model, reference = toy(toys.Stack, 5), toy(toys.Stack, 5)
+    apply_distributed_layerwise_offload(model, grace=0.3)
+    start = time.monotonic()
+    with torch.no_grad():
+        if rank == 1:
+
+            def interrupt() -> None:
+                raise KeyboardInterrupt
+
+            in_block(model, 1, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                if rooted:
+                    model(feed(0))
+                else:
+                    x = feed(0)
+                    for block in model.blocks:
+                        x = block(x)
+            time.sleep(3)
+            assert torch.equal(model(feed(2)), reference(feed(2)))
+            return 0.0
+        for step in range(3):
+            assert torch.equal(model(feed(step)), reference(feed(step)))
+        return time.monotonic() - start
+
+
+@pytest.mark.parametrize("rooted", (True, False))
+def test_an_interrupted_lap_is_completed_for_the_others(rooted: bool) -> None:
+    assert run_ranks(2, _interrupted_and_idle, rooted)[0] < 2
+
+
+def _blocks_without_a_root(rank: int, size: int) -> float:
+    """Blocks that are called one by one, and then no more: nothing says that the lap is over, but time."""
+    model, reference = toy(toys.Stack, 5), toy(toys.Stack, 5)
+    apply_distributed_layerwise_offload(model, grace=0.3)
+    start = time.monotonic()
+    with torch.no_grad():
+        if rank == 1:
+            for index in (0, 1):
+                assert torch.equal(model.blocks[index](feed(0)), reference.blocks[index](feed(0)))
+            time.sleep(3)
+            return 0.0
+        for step in range(3):
+            assert torch.equal(model(feed(step)), reference(feed(step)))
+        return time.monotonic() - start
+
+
+def test_a_lap_that_is_left_without_a_word_is_completed_after_a_grace() -> None:
+    assert run_ranks(2, _blocks_without_a_root)[0] < 2
