@@ -26,7 +26,7 @@ from .comparison import compare, digest_of, sample_weights
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform, get_platform, resolve_device
 from .distributed.group import OffloadGroup, World, form_group, introduce, join_world, local_rank, open_gather
-from .engine import Engine, find_streamed, get_engine, pausing
+from .engine import Engine
 from .guards import is_guarded
 from .handle import OffloadHandle
 from .host.cache import WeightCache
@@ -34,6 +34,7 @@ from .host.choice import create_store
 from .host.offer import files_digest, offer_mapped, rank_plans, usable_ranges
 from .host.store import HostStore
 from .offload_plan import OffloadPlan, build_plan, find_all, select, transfers_of
+from .process_engine import find_streamed, get_engine, pausing
 from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
 from .validation import refuse_changed_before_cast, refuse_enabled, validate_module, validate_placed
 

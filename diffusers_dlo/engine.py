@@ -7,8 +7,6 @@ and which forwards are open, by one thread at a time. Must not touch modules: ho
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from .device.platform import Platform
 from .distributed.control import GroupLost, RankLost, logger
 from .distributed.group import OffloadGroup
 from .distributed.process_end import before_exit
-from .distributed.turn import PassOptions
 from .gather_lane import GatherLane
 from .host.store import tensor_view
 from .lane import Lane
@@ -57,17 +54,16 @@ class Engine:
         """Takes a component in; allocates its slots."""
         self._bury()
         transfer = component.plan.transfer
-        options = PassOptions(config.timeout, config.grace, config.uneven)
         lane = self.lanes.get(transfer)
         if lane is None:
             if transfer == "all_gather":
-                lane = GatherLane(self.platform, self.counters, self.group, options, self._drop)
+                lane = GatherLane(self.platform, self.counters, self.group, config, self._drop)
                 before_exit(self.leave_group)
             else:
                 lane = LocalLane(self.platform, self.counters)
             self.lanes[transfer] = lane
         elif isinstance(lane, GatherLane) and lane.service is not None:
-            lane.service.turn.options = options
+            lane.service.turn.options = config
         self._components[component.name] = component
         lane.add(component, config.slots)
 
@@ -135,7 +131,9 @@ class Engine:
         self._close_interrupted()
         self._open.append((component, find_caller(is_root=True)))
         try:
-            self._lane_of(component).enter(component)
+            lane = self._lane_of(component)
+            with lane.driving():
+                lane.enter(component)
         except BaseException:
             self._close(component)
             raise
@@ -147,14 +145,17 @@ class Engine:
         if not self._open:
             self._bury()
             for lane in self.lanes.values():
-                lane.let_go_all()
+                with lane.driving():
+                    lane.let_go_all()
             for other in self._components.values():
                 self._leaves.let_go(other.leaves)
 
     def leave(self, component: Component, complete: bool) -> None:
         """A forward of the component has ended; `complete` is False where it raised."""
         try:
-            self._lane_of(component).leave(component, complete)
+            lane = self._lane_of(component)
+            with lane.driving():
+                lane.leave(component, complete)
         finally:
             self._close(component)
 
@@ -169,7 +170,9 @@ class Engine:
             return
         component = self._components[unit.component]
         try:
-            self._lane_of(component).acquire(unit, self._open[0][1] if self._open else find_caller(is_root=False))
+            lane = self._lane_of(component)
+            with lane.driving():
+                lane.acquire(unit, self._open[0][1] if self._open else find_caller(is_root=False))
         except GroupLost as lost:
             self._go_on_alone(lost)
             self._lane_of(component).acquire(unit)
@@ -190,8 +193,10 @@ class Engine:
             return
         if unit.layout.is_leaf:
             self._leaves.release(unit)
-        else:
-            self._lane_of(self._components[unit.component]).release(unit)
+            return
+        lane = self._lane_of(self._components[unit.component])
+        with lane.driving():
+            lane.release(unit)
 
     def read(self, unit: Unit) -> list[torch.Tensor]:
         """
@@ -204,7 +209,9 @@ class Engine:
         unit.store.check_readable(unit.key)
         if unit.store.is_whole(unit.key):
             return [unit.store.private_view(unit.key, index) for index in range(len(unit.tensors))]  # type: ignore
-        image = self._lane_of(self._components[unit.component]).read(unit)
+        lane = self._lane_of(self._components[unit.component])
+        with lane.driving():
+            image = lane.read(unit)
         return [tensor_view(image, tensor) for tensor in unit.layout.tensors]
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
@@ -225,7 +232,8 @@ class Engine:
         lane = self.lanes.get("all_gather")
         if isinstance(lane, GatherLane):
             try:
-                lane.join(pause)
+                with lane.driving():
+                    lane.join(pause)
             except GroupLost as lost:
                 self._go_on_alone(lost)
 
@@ -241,7 +249,8 @@ class Engine:
         lane = self.lanes.get("all_gather")
         if isinstance(lane, GatherLane) and lane.service is not None:
             try:
-                lane.join(leaving=True)
+                with lane.driving():
+                    lane.join(leaving=True)
             except RuntimeError as error:
                 logger.warning(f"Leaving without the other ranks: {error}")
             finally:
@@ -304,44 +313,3 @@ def _lies_in(value: object, memory: torch.Tensor) -> bool:
 
 def _is_running(caller: Caller | None) -> bool:
     return caller is not None and caller.is_running()
-
-
-_engine: Engine | None = None
-
-
-def get_engine(platform: Platform, group: OffloadGroup) -> Engine:
-    """
-    The engine of this process.
-
-    Raises:
-        `ValueError`: it runs on another device, or for other ranks.
-    """
-    global _engine
-    if _engine is None or _engine.idle:
-        _engine = Engine(platform, group)
-    elif _engine.platform.device != platform.device:
-        raise ValueError(
-            f"Other components stream to '{_engine.platform.device}' already, and '{platform.device}' was asked for; "
-            "a process streams to one device. Disable the others first."
-        )
-    elif _engine.group is not group:
-        raise ValueError("Other components share their weights among other ranks already; disable them first.")
-    return _engine
-
-
-@contextmanager
-def pausing(group: OffloadGroup) -> Iterator[None]:
-    """While ranks change what streams, none begins a pass. All ranks of `group` enter it together."""
-    engine = _engine if _engine is not None and _engine.group is group else None
-    if engine is not None:
-        engine.join(pause=True)
-    try:
-        yield
-    finally:
-        if engine is not None:
-            engine.resume()
-
-
-def find_streamed(tensor: torch.Tensor) -> tuple[Unit, int] | None:
-    """The unit of this process that `tensor` streams with, and its index there; None where it does not stream."""
-    return None if _engine is None else _engine.find(tensor)

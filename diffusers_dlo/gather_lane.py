@@ -1,27 +1,14 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns passes: what ranks that gather blocks from shards agree on, and the lap that follows. Asking (`_agree`), driving
-(`_reach`, `_fetch_ahead`) and finishing (`finish`) a lap are separate steps.
-
-[Note: Pass]
-    In a gathered lane collectives happen only inside a pass, in the lap's order, on every rank. A pass starts by
-    agreement and runs one lap of one component: the blocks of its order that the last lap left out, then the first
-    `num_slots - 1` again for the next pass. Within a lap no rank leaves out a fetch: a block that its model skips is
-    fetched and overwritten, and one that lies behind the lap asks for another pass. The lap is a function of what was
-    agreed (component, order, and what the ring holds), and that is compared at the agreement: two ranks that would
-    gather different blocks raise before a byte moves. A fetch that was interrupted in the middle leaves the group's
-    order unknown, so the lane refuses to go on rather than guess.
-
-[Note: Order]
-    The order is that of registration at first. A rank proposes the order it saw in its first complete pass, without
-    the blocks it did not visit; when all ranks propose the same, it is adopted. Whoever needs a block that the order
-    lacks asks for the full order, which then stays.
+Owns blocks that ranks gather from their shards: driving the open lap, on the main thread or the service's, and what
+becomes of it when a rank is lost. Must not decide when a pass begins (`distributed/turn.py`), nor what its lap is
+(`laps.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -29,47 +16,20 @@ from typing import Any
 import torch
 
 from .caller import Caller
+from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Event, Platform
 from .device.ring import BlockViews, Slot, realign
 from .distributed.control import POLL_SECONDS, GroupLost, RankLost
 from .distributed.group import OffloadGroup
 from .distributed.pass_service import PassService
-from .distributed.turn import PassOptions
 from .lane import Lane, copy_extents
+from .laps import Lap, LapPlan
 from .units import Component, Counters, Unit
 
 
 _TURN = timedelta(seconds=POLL_SECONDS)
 _ABORT_SECONDS = 5.0
 """How long after a loss gathers that all ranks had begun may take to complete."""
-
-
-class Lap:
-    """One turn through a component's blocks: those still to fetch, in order."""
-
-    def __init__(self, component: Component, blocks: Sequence[int]) -> None:
-        self.component = component
-        self._blocks = tuple(blocks)
-        self._last = {block: place for place, block in enumerate(blocks)}
-        self._position = 0
-
-    @property
-    def done(self) -> bool:
-        """Whether everything has been fetched."""
-        return self._position == len(self._blocks)
-
-    @property
-    def next_block(self) -> Unit:
-        """What is fetched next."""
-        return self.component.blocks[self._blocks[self._position]]
-
-    def ahead_of(self, block: int) -> bool:
-        """Whether a block is still to be fetched."""
-        return self._last.get(block, -1) >= self._position
-
-    def advance(self) -> None:
-        """What was next has been fetched."""
-        self._position += 1
 
 
 class GatherLane(Lane):
@@ -79,7 +39,7 @@ class GatherLane(Lane):
 
     Args:
         group (`OffloadGroup`): the ranks.
-        options (`PassOptions`): how patient they are with each other.
+        options (`DistributedLayerwiseOffloadConfig`): how patient they are with each other.
         on_dropped (`Callable[[Component], None]`): told of an abandoned component that no rank needs any more.
     """
 
@@ -90,16 +50,14 @@ class GatherLane(Lane):
         platform: Platform,
         counters: Counters,
         group: OffloadGroup,
-        options: PassOptions,
+        options: DistributedLayerwiseOffloadConfig,
         on_dropped: Callable[[Component], None],
     ) -> None:
         super().__init__(platform, counters, group.rank, group.size)
         self._group = group
         self._comm = platform.new_stream(high_priority=True)
         self._lap: Lap | None = None
-        self._ahead: tuple[tuple[str, int], ...] = ()
-        self._passes = 0
-        self._broken: str | None = None
+        self._plan = LapPlan()
         self._on_dropped = on_dropped
         self._abandoned: set[str] = set()
         self._caller: Caller | None = None
@@ -110,28 +68,17 @@ class GatherLane(Lane):
 
     # What hooks call, on the main thread
 
+    def driving(self) -> AbstractContextManager[None]:
+        return self.service.turn.driving() if self.service is not None else nullcontext()
+
     def enter(self, component: Component) -> None:
-        with self._driving():
-            super().enter(component)
-            if self._lap is not None and self._lap.component is component:
-                self.finish()  # one that an interrupt ended: torch ran no hooks after it
+        super().enter(component)
+        if self._lap is not None and self._lap.component is component:
+            self.finish()  # one that an interrupt ended: torch ran no hooks after it
 
     def acquire(self, block: Unit, caller: Caller | None = None) -> None:
-        with self._driving():
-            self._caller = caller
-            super().acquire(block)
-
-    def release(self, block: Unit) -> None:
-        with self._driving():
-            super().release(block)
-
-    def leave(self, component: Component, complete: bool) -> None:
-        with self._driving():
-            super().leave(component, complete)
-
-    def let_go_all(self) -> None:
-        with self._driving():
-            super().let_go_all()
+        self._caller = caller
+        super().acquire(block)
 
     def finish(self) -> None:
         if self.service is not None:
@@ -144,12 +91,8 @@ class GatherLane(Lane):
         if self.service is None:
             self.finish()
             return
-        with self._driving():
-            self._refuse_held("'join' was called")
-            self.service.turn.join(pause, leaving)
-
-    def _driving(self) -> AbstractContextManager[None]:
-        return self.service.turn.driving() if self.service is not None else nullcontext()
+        self._refuse_held("'join' was called")
+        self.service.turn.join(pause, leaving)
 
     # Membership
 
@@ -166,7 +109,7 @@ class GatherLane(Lane):
         if self.service is None:
             self._on_dropped(component)
             return
-        with self._driving():
+        with self.driving():
             self._let_go(component.blocks)
             self._abandoned.add(component.name)
         if self._abandoned == set(self.components):
@@ -192,12 +135,11 @@ class GatherLane(Lane):
 
     def read(self, block: Unit) -> torch.Tensor:
         self._check()
-        with self._driving():
-            return super().read(block)
+        return super().read(block)
 
     def _drop_ring(self) -> None:
         self._lap = None
-        self._ahead = ()
+        self._plan.forget()
         super()._drop_ring()
 
     # Driving a lap
@@ -223,7 +165,7 @@ class GatherLane(Lane):
             "component": component.name,
             "full": block.index not in component.order,
             "proposal": list(component.proposal) if component.proposal is not None else None,
-            "refused": _change_of(component),
+            "refused": component.find_change(),
         }
         if self.service is not None:
             self.service.turn.request(asked)
@@ -284,10 +226,7 @@ class GatherLane(Lane):
             return
         work, views = slot.pending
         assert self.service is not None
-        what, start = (
-            f"the gather of block {slot.stamp.block} of '{slot.stamp.component}'" if slot.stamp else "",
-            time.monotonic(),
-        )
+        what, start = f"the gather of {slot.stamp}", time.monotonic()
         while True:
             try:
                 if work.wait(_TURN):
@@ -336,38 +275,13 @@ class GatherLane(Lane):
             yield
 
     def describe_state(self) -> dict[str, Any]:
-        state = [self.ring.seq if self.ring else 0, [list(item) for item in self._ahead]]
-        state += [[name, component.order_digest] for name, component in sorted(self.components.items())]
-        return {"passes": self._passes, "state": state, "abandoned": sorted(self._abandoned)}
+        return self._plan.describe(self.ring.seq if self.ring else 0, self.components, self._abandoned)
 
     def grant(self, replies: list[dict[str, Any]]) -> str | None:
-        """
-        Which component the ranks agreed to run, from what all of them said; opens its lap. None if no rank asked, or
-        one that did says why it cannot be.
-
-        Raises:
-            `RankLost`: the next lap would not be the same on all ranks.
-        """
-        own = replies[self.rank]
-        for rank, reply in enumerate(replies):
-            if (reply["passes"], reply["state"]) != (own["passes"], own["state"]):
-                raise RankLost(
-                    f"rank {rank} counts {reply['passes']} passes and rank {self.rank} counts {self._passes}, or "
-                    "their slots or orders differ: a rank enabled, disabled or failed alone. Start all ranks again."
-                )
-        asking = [(rank, reply) for rank, reply in enumerate(replies) if reply["kind"] == "run"]
-        if not asking or any(reply["refused"] for _, reply in asking):
+        component = self._plan.choose(self.rank, replies, self.components)
+        if component is None:
             return None
-        _, first = min(asking, key=lambda item: (item[0] - self._passes) % self.size)
-        component = self.components[first["component"]]
-        same = [reply for _, reply in asking if reply["component"] == component.name]
-        proposal = same[0]["proposal"]
-        if any(reply["full"] for reply in same):
-            component.adopt(component.full_order)
-        elif proposal is not None and len(same) == self.size and all(r["proposal"] == proposal for r in same):
-            component.adopt(tuple(proposal))
-        self._passes += 1
-        self._open(component)
+        self._lap = self._plan.open(component, self.num_slots)
         return component.name
 
     def is_driven(self, idle_seconds: float) -> bool:
@@ -389,13 +303,14 @@ class GatherLane(Lane):
         self._caller = None
         while not self._lap.done:
             block = self._lap.next_block
-            # Not `check`: of a file that was only replaced, the rest comes as the other ranks expect it.
-            block.store.check_readable(block.key)
+            try:  # not `check`: of a file that was only replaced, the rest comes as the other ranks expect it
+                block.store.check_readable(block.key)
+            except RuntimeError as error:
+                raise RankLost(f"Streaming by all_gather has stopped: {error}") from error
             self._fetch_next()
         for slot in self.ring.slots:
             self._settle(slot)
-        component = self._lap.component
-        self._ahead = tuple((component.name, block) for block in component.order[: self._count_ahead(component)])
+        self._plan.close(self._lap, self.num_slots)
         self._lap = None
         self.counters.ghost_passes += is_ghost
 
@@ -411,34 +326,6 @@ class GatherLane(Lane):
         gather = self._group.gather
         if gather is None or self.ring is None or self.platform.waits_on_host:
             return True
-        deadline = time.monotonic() + _ABORT_SECONDS
-        while not (intact := all(self._is_right(slot) for slot in self.ring.slots)) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+        intact = self.ring.become_right(_ABORT_SECONDS)
         gather.abort()
         return intact
-
-    def _is_right(self, slot: Slot) -> bool:
-        """Whether nothing has computed, or will, with a gather that will never be complete."""
-        return self.platform.is_done(slot.ready) or (not slot.used and self.platform.is_done(slot.free))
-
-    def _open(self, component: Component) -> None:
-        held = 0
-        while held < min(len(self._ahead), len(component.order)) and self._ahead[held] == (
-            component.name,
-            component.order[held],
-        ):
-            held += 1
-        tail = component.order[: self._count_ahead(component)]
-        self._lap = Lap(component, component.order[held:] + tail)
-
-    def _count_ahead(self, component: Component) -> int:
-        return min(self.num_slots - 1, len(component.order))
-
-
-def _change_of(component: Component) -> str | None:
-    """What has changed about the host's copy of a component's weights."""
-    try:
-        component.store.check()
-    except RuntimeError as error:
-        return str(error)
-    return None

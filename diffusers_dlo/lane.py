@@ -19,6 +19,7 @@ computes, and fetching. Must not decide what is fetched next, nor touch modules:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -116,6 +117,10 @@ class Lane:
             self.ring = None
 
     # What hooks call
+
+    def driving(self) -> AbstractContextManager[None]:
+        """The context of all calls below: nothing takes the lane from this thread, or interrupts it, in between."""
+        return nullcontext()
 
     def enter(self, component: Component) -> None:
         """A forward of the component begins."""

@@ -137,6 +137,14 @@ class Component:
         """Its blocks, then its leaves."""
         return self.blocks + self.leaves
 
+    def find_change(self) -> str | None:
+        """What has changed about the host's copy of its weights, None if nothing has."""
+        try:
+            self.store.check()
+        except RuntimeError as error:
+            return str(error)
+        return None
+
     def go_local(self) -> None:
         """From now on this rank copies its blocks whole."""
         self.plan = replace(self.plan, transfer="local")

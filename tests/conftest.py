@@ -29,8 +29,8 @@ def pytest_collection_finish() -> None:
 def nothing_left_enabled():
     """A test that leaves an offload in force would change the next one."""
     yield
-    from diffusers_dlo import engine
+    from diffusers_dlo import process_engine
 
-    left = engine._engine is not None and not engine._engine.idle
-    engine._engine = None
+    left = process_engine._engine is not None and not process_engine._engine.idle
+    process_engine._engine = None
     assert not left, "the test left an offload enabled"

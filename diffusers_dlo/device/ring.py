@@ -6,6 +6,7 @@ use, and the views made into them. Must not decide what is fetched, nor when.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ class Stamp:
     component: str
     block: int
     seq: int
+
+    def __str__(self) -> str:
+        return f"block {self.block} of '{self.component}'"
 
 
 @dataclass
@@ -111,7 +115,7 @@ class Ring:
         index = self.seq % len(self.slots)
         slot = self.slots[index]
         if slot.holds:
-            raise RuntimeError(f"slot {index} would be overwritten while block {slot.stamp} computes in it")
+            raise RuntimeError(f"slot {index} would be overwritten while {slot.stamp} computes in it")
         if slot.stamp is not None and self._where.get((slot.stamp.component, slot.stamp.block)) == index:
             del self._where[slot.stamp.component, slot.stamp.block]
         # Another slot may hold the same block (of a short lap) and even compute with it: the newest one is listed.
@@ -149,6 +153,20 @@ class Ring:
                     )
                 )
         return made
+
+    def become_right(self, seconds: float) -> bool:
+        """
+        Waits until nothing computes, or is going to, with what may never arrive; whether that was so within `seconds`.
+        """
+        deadline = time.monotonic() + seconds
+        while not all(self._is_right(slot) for slot in self.slots):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _is_right(self, slot: Slot) -> bool:
+        return self._platform.is_done(slot.ready) or (not slot.used and self._platform.is_done(slot.free))
 
     def close(self) -> None:
         """Waits for everything that uses the slots and gives their memory back."""

@@ -42,8 +42,9 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from ..config import DistributedLayerwiseOffloadConfig
 from .control import LATE_SECONDS, POLL_SECONDS, ControlMesh, GroupLost, RankLost, logger
-from .turn import PassOptions, Step, Turn
+from .turn import Step, Turn
 
 
 _IDLE_SECONDS = 0.5
@@ -86,13 +87,13 @@ class PassService:
     Args:
         mesh (`ControlMesh`): used by nobody else while the service runs.
         laps (`Laps`): what is transferred.
-        options (`PassOptions`): how patient it is.
+        options (`DistributedLayerwiseOffloadConfig`): how patient it is.
 
     Attributes:
         turn (`Turn`): what the main thread calls.
     """
 
-    def __init__(self, mesh: ControlMesh, laps: Laps, options: PassOptions) -> None:
+    def __init__(self, mesh: ControlMesh, laps: Laps, options: DistributedLayerwiseOffloadConfig) -> None:
         self._mesh = mesh
         self._laps = laps
         self.turn = Turn(mesh.rank, options, mesh.wake, mesh.describe)

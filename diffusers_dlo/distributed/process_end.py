@@ -1,7 +1,7 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns what happens before this process ends, or its process groups do: a rank that others still need has to serve them
-until they are done. Must not know what it serves.
+Owns what happens before this process ends, or its process groups do, and in its forked children: a rank that others
+still need has to serve them until they are done, and a child is no rank. Must not know what is served.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch.distributed as dist
 _DESTROY = "destroy_process_group"
 _leave: list[weakref.WeakMethod] = []
 _process: int | None = None
+_disarm: list[weakref.WeakMethod] = []
 
 
 def before_exit(leave: Callable[[], None]) -> None:
@@ -59,3 +60,19 @@ def _leave_all() -> None:
         leave = _leave.pop()()
         if leave is not None:
             leave()
+
+
+def in_forked_children(disarm: Callable[[], None]) -> None:
+    """Has a method called in every child that this process forks. Its object is not kept alive by this."""
+    _disarm[:] = [known for known in _disarm if known() is not None]
+    _disarm.append(weakref.WeakMethod(disarm))
+
+
+def _disarm_all() -> None:
+    for known in _disarm:
+        disarm = known()
+        if disarm is not None:
+            disarm()
+
+
+os.register_at_fork(after_in_child=_disarm_all)

@@ -7,17 +7,17 @@ lock. Must not talk to other ranks: the service thread does ([Note: Ghost servic
 from __future__ import annotations
 
 import enum
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+from ..config import DistributedLayerwiseOffloadConfig
 from ..interrupts import DeferredInterrupts
-from .control import LATE_SECONDS, POLL_SECONDS, GroupLost, RankLost, logger
+from .control import POLL_SECONDS, GroupLost, RankLost
+from .farewell import Farewell
+from .process_end import in_forked_children
 
 
 class Owner(enum.Enum):
@@ -37,22 +37,13 @@ class Step(enum.Enum):
     ROUND = enum.auto()
 
 
-@dataclass(frozen=True)
-class PassOptions:
-    """Of a configuration, what passes depend on; see `DistributedLayerwiseOffloadConfig`."""
-
-    timeout: float
-    grace: float
-    uneven: str
-
-
 class Turn:
     """
     The state that the main thread of a rank and its service thread share.
 
     Args:
         rank (`int`): this rank, for messages.
-        options (`PassOptions`): how patient it is.
+        options (`DistributedLayerwiseOffloadConfig`): `timeout`, `grace` and `uneven` of it.
         wake (`Callable[[], None]`): ends the service thread's wait for other ranks.
         describe (`Callable[[Iterable[int]], str]`): names ranks, for messages.
     """
@@ -60,7 +51,7 @@ class Turn:
     def __init__(
         self,
         rank: int,
-        options: PassOptions,
+        options: DistributedLayerwiseOffloadConfig,
         wake: Callable[[], None],
         describe: Callable[[Iterable[int]], str],
     ) -> None:
@@ -68,7 +59,6 @@ class Turn:
         self.interrupts = DeferredInterrupts()
         self._rank = rank
         self._wake = wake
-        self._describe = describe
         self._state = threading.Condition(threading.RLock())
         self._owner = Owner.NOBODY
         self._asked: dict[str, Any] | None = None
@@ -77,19 +67,13 @@ class Turn:
         self._driver: int | None = None
         self._touched = time.monotonic()
         self._present = True
-        self._goodbye = self._goodbye_said = False
-        self.leaving = False
-        self._joined = self._seen = 0
-        "rounds in which all ranks said BYE, and those that `join` has told its caller of"
-        self._paused = self._pause_then = False
+        self._farewell = Farewell(rank, describe)
         self._stopping = False
-        self._last_round = time.monotonic()
-        self._not_joined: list[int] = []
         self._failure: RankLost | None = None
         self._end: RankLost | None = None
         "the failure, once it is known what it has done to this rank"
         self._forked = False
-        _turns.add(self)
+        in_forked_children(self.disarm)
 
     def disarm(self) -> None:
         """This is a forked child: it has no service thread, and whoever held the lock is not here."""
@@ -116,6 +100,11 @@ class Turn:
                 with self._state:
                     self._driving -= 1
                     self._touched = time.monotonic()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this rank says that it is about to end."""
+        return self._farewell.leaving
 
     @property
     def owns_lap(self) -> bool:
@@ -145,8 +134,7 @@ class Turn:
             self.check()
             self.hand_back()
             self._asked, self._refusal = asked, None
-            self._goodbye = False  # of an earlier, interrupted join
-            self._seen = self._joined
+            self._farewell.take_back()
             self._notify()
             try:
                 self._wait(lambda: self._asked is None)
@@ -173,27 +161,28 @@ class Turn:
         with self._state:
             self.check()
             self.hand_back()
-            if self._joined == self._seen or pause or leaving:  # else an interrupted one has been completed since
-                before, start = self._joined, time.monotonic()
-                self._pause_then, self.leaving, self._last_round = pause, leaving, start
-                self._goodbye, self._goodbye_said = True, False
+            if not self._farewell.was_completed or pause or leaving:
+                before = self._farewell.begin(pause, leaving)
                 self._notify()
                 try:
-                    self._wait(lambda: self._joined > before, lambda: self._check_joining(start))
+                    self._wait(
+                        lambda: self._farewell.completed > before,
+                        lambda: self._farewell.check(self.options.timeout, self._owner is Owner.NOBODY),
+                    )
                 finally:
-                    self._pause_then = self.leaving = False
-            self._seen = self._joined
+                    self._farewell.pausing = self._farewell.leaving = False
+            self._farewell.told()
 
     def say_goodbye(self) -> None:
         """As `join`, and goes on at once. May be called from any thread."""
         with self._state:
-            self._goodbye, self._goodbye_said = True, False
+            self._farewell.begin()
             self._notify()
 
     def resume(self) -> None:
         """Ends the pause of a `join`."""
         with self._state:
-            self._paused = False
+            self._farewell.paused = False
             self._state.notify_all()
 
     def await_failure(self, seconds: float) -> None:
@@ -214,19 +203,6 @@ class Turn:
             self._state.wait(POLL_SECONDS)
             self.interrupts.deliver()
 
-    def _check_joining(self, start: float) -> None:
-        now = time.monotonic()
-        if now - self._last_round > self.options.timeout and self._owner is Owner.NOBODY:
-            raise GroupLost(
-                f"rank {self._rank} waited {now - self._last_round:.0f} s in 'join' for "
-                f"{self._describe(self._not_joined)}, which neither computed nor joined. Look for its traceback, or "
-                "raise 'timeout' if it is only slow."
-            )
-        if self.leaving and LATE_SECONDS < now - start <= LATE_SECONDS + POLL_SECONDS:
-            logger.warning(
-                f"rank {self._rank} is done, and stays to transfer its shards for {self._describe(self._not_joined)}"
-            )
-
     # What the service thread calls
 
     def next_step(self, heard: bool) -> Step:
@@ -235,10 +211,10 @@ class Turn:
             self.check_failure()
             if self._stopping:
                 return Step.STOP
-            if self._paused:
+            if self._farewell.paused:
                 self._state.wait(POLL_SECONDS)
                 return Step.PAUSE
-            if heard or self._asked is not None or (self._goodbye and not self._goodbye_said):
+            if heard or self._asked is not None or self._farewell.to_be_said:
                 return Step.ROUND
             return Step.WAIT
 
@@ -251,7 +227,7 @@ class Turn:
         patience = float("inf") if strict else self.options.grace if self._present else 0.0
         deadline = time.monotonic() + patience
         with self._state:
-            while self._asked is None and not self._goodbye and not self._stopping:
+            while self._asked is None and not self._farewell.wanted and not self._stopping:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
@@ -262,15 +238,15 @@ class Turn:
                 return None, None
             if self._asked is not None:
                 return self._asked, "run"
-            if self._goodbye:
-                self._goodbye_said = True
+            if self._farewell.wanted:
+                self._farewell.to_be_said = False
                 return None, "bye"
             return None, "ghost"
 
     def round_made(self, not_joined: list[int]) -> None:
         """All ranks have answered; those in `not_joined` not with BYE."""
         with self._state:
-            self._last_round, self._not_joined = time.monotonic(), not_joined
+            self._farewell.heard(not_joined)
 
     def granted(self, asked: dict[str, Any] | None, component: str) -> bool:
         """A lap of `component` is open. Whether the main thread drives it: it had `asked` for that, and still does."""
@@ -316,10 +292,8 @@ class Turn:
         """All ranks said BYE; with `nothing_left`, the service ends."""
         with self._state:
             self._stopping |= nothing_left
-            self._goodbye = self._goodbye_said = False
             self._present = True  # what follows a join is begun by all
-            self._paused |= self._pause_then
-            self._joined += 1
+            self._farewell.complete()
             self._state.notify_all()
 
     # What both call
@@ -354,14 +328,3 @@ class Turn:
         with self._state:
             self._stopping = True
             self._state.notify_all()
-
-
-_turns: weakref.WeakSet[Turn] = weakref.WeakSet()
-
-
-def _disarm_all() -> None:
-    for turn in _turns:
-        turn.disarm()
-
-
-os.register_at_fork(after_in_child=_disarm_all)

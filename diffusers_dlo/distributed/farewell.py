@@ -1,0 +1,91 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns whether this rank has said that it is done, and whether all have. Must not wait or talk: its owner does, and
+calls it under its lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from .control import LATE_SECONDS, POLL_SECONDS, GroupLost, logger
+
+
+class Farewell:
+    """
+    The BYE of one rank ([Note: Rendezvous]).
+
+    Args:
+        rank (`int`): this rank, for messages.
+        describe (`Callable[[Iterable[int]], str]`): names ranks, for messages.
+
+    Attributes:
+        wanted (`bool`): this rank answers BYE.
+        to_be_said (`bool`): it has not yet, so a round has to be made.
+        leaving (`bool`): this rank is about to end.
+        pausing (`bool`): the round in which all say BYE makes the service pause.
+        paused (`bool`): it does.
+        completed (`int`): rounds in which all ranks said BYE.
+    """
+
+    def __init__(self, rank: int, describe: Callable[[Iterable[int]], str]) -> None:
+        self.wanted = self.to_be_said = False
+        self.leaving = False
+        self.pausing = self.paused = False
+        self.completed = 0
+        self._told = 0
+        self._rank = rank
+        self._describe = describe
+        self._begun = self._last_round = time.monotonic()
+        self._not_joined: Sequence[int] = ()
+
+    @property
+    def was_completed(self) -> bool:
+        """Whether a join that was interrupted has been completed since."""
+        return self.completed > self._told
+
+    def begin(self, pause: bool = False, leaving: bool = False) -> int:
+        """This rank is done. The number of joins completed before."""
+        self.wanted = self.to_be_said = True
+        self.pausing, self.leaving = pause, leaving
+        self._begun = self._last_round = time.monotonic()
+        return self.completed
+
+    def take_back(self) -> None:
+        """This rank is not done: what is left of an interrupted join is void."""
+        self.wanted = self.to_be_said = False
+        self.told()
+
+    def told(self) -> None:
+        """The caller of `join` knows of all that were completed."""
+        self._told = self.completed
+
+    def heard(self, not_joined: Sequence[int]) -> None:
+        """All ranks have answered in a round; those in `not_joined` not with BYE."""
+        self._last_round, self._not_joined = time.monotonic(), not_joined
+
+    def complete(self) -> None:
+        """All ranks said BYE in one round."""
+        self.wanted = self.to_be_said = False
+        self.paused |= self.pausing
+        self.completed += 1
+
+    def check(self, timeout: float, idle: bool) -> None:
+        """
+        Called at each turn of the wait for the others; `idle` is whether no lap is open.
+
+        Raises:
+            `GroupLost`: no rank asked for anything within the timeout, and not all have joined.
+        """
+        now = time.monotonic()
+        waited, whole = now - self._last_round, now - self._begun
+        if idle and waited > timeout:
+            raise GroupLost(
+                f"rank {self._rank} waited {waited:.0f} s in 'join' for {self._describe(self._not_joined)}, which "
+                "neither computed nor joined. Look for its traceback, or raise 'timeout' if it is only slow."
+            )
+        if self.leaving and LATE_SECONDS < whole <= LATE_SECONDS + POLL_SECONDS:
+            logger.warning(
+                f"rank {self._rank} is done, and stays to transfer its shards for {self._describe(self._not_joined)}"
+            )
