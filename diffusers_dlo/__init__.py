@@ -18,6 +18,7 @@ from .block_discovery import get_blocks_attr_names, get_blocks_from_dit, set_blo
 from .block_layout import BlockLayout
 from .checkpoint.loading import mapped_loading
 from .checkpoint.remap import load_mapped_checkpoint
+from .concurrency import ConcurrentGenerationError, generate_concurrently
 from .config import DistributedLayerwiseOffloadConfig
 from .offload_plan import OffloadPlan, plan_distributed_layerwise_offload, supports_mmap_loading
 from .pipeline_mixin import DistributedLayerwiseOffloadMixin, install
@@ -28,6 +29,7 @@ install(DiffusionPipeline, ModelMixin)
 
 __all__ = [
     "BlockLayout",
+    "ConcurrentGenerationError",
     "DistributedLayerwiseOffloadConfig",
     "DistributedLayerwiseOffloadMixin",
     "OffloadHandle",
@@ -35,6 +37,7 @@ __all__ = [
     "OffloadReport",
     "__version__",
     "apply_distributed_layerwise_offload",
+    "generate_concurrently",
     "get_blocks_attr_names",
     "get_blocks_from_dit",
     "host_view",

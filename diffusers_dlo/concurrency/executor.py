@@ -1,0 +1,329 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns waves: calls to worker processes that are made together, whose replies are all drained before any error is raised,
+so that no rank is left alone in a collective. Must not know what the workers compute, and listens on no network.
+
+[Note: stale replies] A wave that ended early (a deadline, an interrupt) leaves replies behind. Each carries the
+`wave_id` of its call, so the next wave tells them from its own and discards them; a worker queues what it is sent,
+so the next wave need not wait for them first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from .messages import decode, encode
+from .processes import WorkerProcesses, target_name
+from .worker import MAX_MESSAGE
+
+
+_POLL_SECONDS = 0.05
+"""No wait is longer without looking at the clock and at the workers."""
+_MAX_STALE = 16
+"""So many replies that nobody waits for are discarded in one wave; more mean that ranks are out of step."""
+_SETTLE_SECONDS = 5.0
+"""When a rank cannot start, the others have this long to say whether they can."""
+_SHUTDOWN_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class WorkerError:
+    """
+    What went wrong on one rank.
+
+    Args:
+        type (`str`): the name of the exception, or "WorkerDied", "MalformedReply" or "NoReply".
+        message (`str`): its text.
+        traceback (`str`): the worker's traceback, empty if it has none.
+    """
+
+    type: str
+    message: str
+    traceback: str = ""
+
+
+class WaveError(RuntimeError):
+    """
+    Ranks of a wave failed. The message names each.
+
+    Args:
+        message (`str`): the text.
+        errors (`Mapping[int, WorkerError]`): what went wrong, by rank.
+        results (`Mapping[int, Any]`): what the other ranks returned.
+    """
+
+    def __init__(self, message: str, errors: Mapping[int, WorkerError], results: Mapping[int, Any]) -> None:
+        super().__init__(message)
+        self.errors = dict(errors)
+        self.results = dict(results)
+
+
+class WaveTimeoutError(WaveError, TimeoutError):
+    """Ranks of a wave did not answer by its deadline, and none failed otherwise."""
+
+
+class WaveExecutor:
+    """
+    Worker processes ("ranks") that are called together, wave by wave, for a server that renders on ranks whose models
+    share weights. Workers are processes of this host that run the same Python, joined in one torch.distributed world,
+    each with an accelerator where there is one. They end with this process.
+
+    One wave runs at a time: a second thread is refused, and so is a forked child.
+
+    Args:
+        target (`str` or `Callable`): "package.module:attribute", or a function or class that can be imported under its
+            name. Every worker calls it with `args` once it has joined the others; the public methods of what it
+            returns can be called.
+        num_workers (`int`): the number of workers.
+        args (`Mapping[str, Any]`, *optional*): keyword arguments for `target`, of types that can be sent (see
+            `messages.encode`).
+        timeout (`float`, *optional*, defaults to 600.0): seconds a wave may last, unless it says otherwise.
+        start_timeout (`float`, *optional*, defaults to 600.0): seconds until every worker has built its object.
+        env (`Mapping[str, str]`, *optional*): environment variables for the workers, besides this process's.
+
+    Raises:
+        `ValueError`: an argument is of no use; nothing has been started.
+        `WaveError`: a worker could not start. All have been taken down.
+    """
+
+    def __init__(
+        self,
+        target: str | Callable[..., Any],
+        num_workers: int,
+        args: Mapping[str, Any] | None = None,
+        timeout: float = 600.0,
+        start_timeout: float = 600.0,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        if num_workers < 1:
+            raise ValueError(f"'num_workers' is {num_workers}; at least one worker is needed.")
+        self.num_workers = num_workers
+        self.timeout = timeout
+        self._owner = os.getpid()
+        self._wave_id = 1
+        self._wave = threading.Lock()
+        self._closing = False
+        path = [os.path.abspath(entry) for entry in sys.path]
+        built = {"target": target_name(target), "args": dict(args or {}), "path": path}
+        start = _request("start", 1, "", built, "'args'")
+        self._workers = WorkerProcesses(num_workers, env or {})
+        self._finalizer = weakref.finalize(self, self._workers.close, _SHUTDOWN_SECONDS)
+        try:
+            deadline = time.monotonic() + start_timeout
+            self._collect("The workers could not start", range(num_workers), 0, deadline, _SETTLE_SECONDS)
+            for rank in range(num_workers):
+                self._workers.send(rank, start)
+            self._collect("The workers could not start", range(num_workers), 1, deadline, _SETTLE_SECONDS)
+        except BaseException:
+            self._workers.close(0.5 * _SHUTDOWN_SECONDS)
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each rank."""
+        return self._workers.pids
+
+    @property
+    def alive(self) -> list[int]:
+        """The ranks whose processes run."""
+        self._check_owner()
+        return [rank for rank in range(self.num_workers) if self._workers.death(rank) is None]
+
+    @property
+    def closed(self) -> bool:
+        """Whether no further wave is possible: after `shutdown`, or once a worker has ended."""
+        return self._closing or self._workers.closed or len(self.alive) < self.num_workers
+
+    def wave(self, method: str, payloads: Sequence[Any], deadline: float | None = None) -> list[Any]:
+        """
+        Calls `method(payloads[rank])` on each rank that has a payload and returns what they returned, in order; the
+        other ranks idle. Every reply is waited for, also when a rank has failed.
+
+        An interrupt (Ctrl-C) ends the wait, not the work: the next wave queues behind what the workers still do. See
+        [Note: stale replies].
+
+        Args:
+            method (`str`): a public method of what `target` built.
+            payloads (`Sequence[Any]`): one for each rank from 0 on; of types that can be sent.
+            deadline (`float`, *optional*, defaults to `timeout`): seconds until all must have answered.
+
+        Raises:
+            `ValueError`: no payload, more payloads than workers, or one that cannot be sent; nothing has been sent.
+            `WaveError`: ranks failed; it has the results of the others. A `WaveTimeoutError` if they are only late.
+            `TimeoutError`: more than 16 replies that nobody waits for arrived; the message names who sent them.
+            `RuntimeError`: the executor is closed, a worker has ended, or another wave is running.
+        """
+        if not 0 < len(payloads) <= self.num_workers:
+            raise ValueError(
+                f"A wave takes one payload for each of up to {self.num_workers} workers; it got {len(payloads)}."
+            )
+        results = self._run(method, dict(enumerate(payloads)), deadline)
+        return [results[rank] for rank in range(len(payloads))]
+
+    def call(self, rank: int, method: str, payload: Any, deadline: float | None = None) -> Any:
+        """A wave of `rank` alone, as `wave`: what `method(payload)` returned there."""
+        if rank not in range(self.num_workers):
+            raise ValueError(f"There is no rank {rank}: the workers are ranks 0 to {self.num_workers - 1}.")
+        return self._run(method, {rank: payload}, deadline)[rank]
+
+    def shutdown(self, timeout: float = _SHUTDOWN_SECONDS) -> None:
+        """
+        Ends all workers, in about `timeout` seconds also when some are stuck, and removes what they shared. A wave
+        that another thread waits for is given up. Idempotent; done by itself when the executor is forgotten, and at
+        exit.
+        """
+        self._check_owner()
+        self._closing = True
+        # A socket is for one thread at a time. The other one looks at `_closing` at every poll.
+        acquired = self._wave.acquire(timeout=20 * _POLL_SECONDS)
+        try:
+            self._workers.close(timeout)
+            self._finalizer.detach()
+        finally:
+            if acquired:
+                self._wave.release()
+
+    def __enter__(self) -> WaveExecutor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                f"This WaveExecutor belongs to process {self._owner} and cannot be used in its forked child "
+                f"{os.getpid()}; make one there."
+            )
+
+    def _check_usable(self) -> None:
+        if self._closing or self._workers.closed:
+            raise RuntimeError("This WaveExecutor has been shut down; make a new one.")
+        deaths = {rank: self._workers.death(rank) for rank in range(self.num_workers)}
+        ended = ", ".join(f"rank {rank} {death}" for rank, death in deaths.items() if death)
+        if ended:
+            raise RuntimeError(
+                f"{ended}, so no further wave is possible. Shut this WaveExecutor down and make a new one."
+            )
+
+    def _run(self, method: str, payloads: Mapping[int, Any], deadline: float | None) -> dict[int, Any]:
+        self._check_owner()
+        seconds = self.timeout if deadline is None else deadline
+        if not seconds > 0:
+            raise ValueError(f"'deadline' is {seconds}; it has to be more than 0 seconds.")
+        if not self._wave.acquire(blocking=False):
+            raise RuntimeError("Another wave is running in this WaveExecutor, and it runs one at a time.")
+        try:
+            self._check_usable()
+            wave_id = self._wave_id + 1
+            requests = {
+                rank: _request("call", wave_id, method, payload, f"the payload of rank {rank}")
+                for rank, payload in payloads.items()
+            }
+            self._wave_id = wave_id
+            for rank, data in requests.items():
+                self._workers.send(rank, data)
+            return self._collect(f"wave {wave_id} ('{method}')", requests, wave_id, time.monotonic() + seconds)
+        finally:
+            self._wave.release()
+
+    def _collect(
+        self, what: str, ranks: Iterable[int], wave_id: int, deadline: float, settle: float | None = None
+    ) -> dict[int, Any]:
+        """
+        Drains the replies of `ranks` to `wave_id` and returns their values, or raises all that went wrong as one. With
+        `settle`, ranks that are late when another has failed are waited for so many seconds at most, and not blamed.
+        """
+        seconds = deadline - time.monotonic()
+        blame_late = True
+        waiting = set(ranks)
+        asked = len(waiting)
+        results: dict[int, Any] = {}
+        errors: dict[int, WorkerError] = {}
+        stale: Counter[str] = Counter()
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            if self._closing:
+                raise RuntimeError(f"{what}: the WaveExecutor was shut down while replies were waited for.")
+            received = self._workers.receive(min(left, _POLL_SECONDS))
+            if received is None:  # so all that a dead worker had sent has been read
+                deaths = {rank: self._workers.death(rank) for rank in waiting}
+                errors |= {rank: WorkerError("WorkerDied", death) for rank, death in deaths.items() if death}
+            else:
+                rank, data = received
+                outcome = _read(data, wave_id)
+                if rank is None or rank not in waiting or outcome is None:
+                    stale["a stranger" if rank is None else f"rank {rank}"] += 1
+                    if sum(stale.values()) > _MAX_STALE:
+                        senders = ", ".join(f"{count} from {sender}" for sender, count in sorted(stale.items()))
+                        raise TimeoutError(f"{what}: more than {_MAX_STALE} replies nobody waits for: {senders}.")
+                elif isinstance(outcome, WorkerError):
+                    errors[rank] = outcome
+                else:
+                    results[rank] = outcome["value"]
+            waiting -= results.keys() | errors.keys()
+            if errors and settle is not None:
+                deadline, settle, blame_late = min(deadline, time.monotonic() + settle), None, False
+        if waiting and blame_late:
+            errors |= {rank: WorkerError("NoReply", f"did not answer within {seconds:.3g} s") for rank in waiting}
+        if errors:
+            kind = WaveTimeoutError if all(error.type == "NoReply" for error in errors.values()) else WaveError
+            raise kind(_describe(what, errors, asked), errors, results)
+        return results
+
+
+def _request(kind: str, wave_id: int, method: str, payload: Any, what: str) -> bytes:
+    try:
+        data = encode({"kind": kind, "wave_id": wave_id, "method": method, "payload": payload})
+    except ValueError as error:
+        raise ValueError(f"{what} cannot be sent: {error}") from error
+    if len(data) > MAX_MESSAGE:
+        raise ValueError(f"{what} takes {len(data)} bytes, and a message {MAX_MESSAGE} at most. Send less.")
+    return data
+
+
+def _read(data: memoryview | None, wave_id: int) -> dict[str, Any] | WorkerError | None:
+    """A reply to `wave_id`, or what is wrong with it; None if it is one to an older wave."""
+    try:
+        if data is None:
+            raise ValueError("it is not one frame")
+        reply = decode(data)
+        if not isinstance(reply, dict) or type(reply.get("wave_id")) is not int:
+            raise ValueError("it has no 'wave_id'")
+        if reply["wave_id"] > wave_id:
+            raise ValueError(f"it answers wave {reply['wave_id']}, which has not been sent")
+        texts: list[Any] = [reply.get(key) for key in ("type", "message", "traceback")]
+        is_error = reply.get("ok") is False and all(isinstance(text, str) for text in texts)
+        if not is_error and not (reply.get("ok") is True and "value" in reply):
+            raise ValueError("it is neither a value nor an error")
+    except ValueError as error:
+        return WorkerError("MalformedReply", f"a reply could not be read: {error}")
+    if reply["wave_id"] < wave_id:
+        return None
+    return WorkerError(*texts) if is_error else reply
+
+
+def _describe(what: str, errors: Mapping[int, WorkerError], asked: int) -> str:
+    lines = [f"{what}: {len(errors)} of {asked} ranks failed."]
+    for rank, error in sorted(errors.items()):
+        told = f" {error.message}" if error.type in ("WorkerDied", "NoReply") else f": {error.type}: {error.message}"
+        lines.append(f"  rank {rank}{told}".replace("\n", "\n    "))
+    kinds = {error.type for error in errors.values()}
+    if "WorkerDied" in kinds:
+        lines.append("Look for what it printed. No further wave is possible: make a new WaveExecutor.")
+    if "NoReply" in kinds:
+        lines.append("What comes late is discarded. Raise the time limit for ranks that are only slow.")
+    for rank, error in sorted(errors.items()):
+        if error.traceback:
+            return "\n".join([*lines, f"The traceback of rank {rank}:", error.traceback.rstrip()])
+    return "\n".join(lines)
