@@ -56,8 +56,8 @@ class DistributedLayerwiseOffloadConfig:
             shards for the others. `"error"`: different numbers of forwards, or components in a different order, are an
             error on every rank.
         grace (`float`, defaults to `1.0`):
-            Seconds for which a rank that took part in the last pass is expected in the next one, before the others
-            compute without it.
+            Seconds, at most, for which a rank that took part in the last pass is waited for in the next one, before
+            the others compute without it. Less where passes are short and ranks were close together so far.
         timeout (`float`, defaults to `1800.0`):
             Seconds a rank waits for another that does not answer, before it goes on without it or raises an error
             naming it.

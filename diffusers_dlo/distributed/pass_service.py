@@ -12,9 +12,9 @@ not drive. Must not know what a lap transfers: that is behind `Laps`.
 [Note: Ghost service]
     A rank's answer must not depend on what its main thread is doing: decoding, waiting in a barrier of the user's,
     handling an exception, or at the end of the script. A rank that computed the last pass is *present*: its thread
-    waits a grace for the main thread to ask, which keeps ranks with equal work in step. Otherwise it is *away*, and
-    answers GHOST at once. Whoever begins a lap, it is completed in one place, `Laps.finish_lap`, by the service
-    thread: the main thread only hands it over. The rules that keep this free of deadlocks:
+    waits a while for the main thread to ask, which keeps ranks with equal work in step ([Note: Grace]). Otherwise it
+    is *away*, and answers GHOST at once. Whoever begins a lap, it is completed in one place, `Laps.finish_lap`, by the
+    service thread: the main thread only hands it over. The rules that keep this free of deadlocks:
 
     1. What is wanted, what was granted and who owns the lap change under one lock (`Turn`), and the thread looks at
        all causes for a round again after each round, so an ask or a BYE is never missed.

@@ -17,6 +17,7 @@ from ..config import DistributedLayerwiseOffloadConfig
 from ..interrupts import DeferredInterrupts
 from .control import POLL_SECONDS, GroupLost, RankLost
 from .farewell import Farewell
+from .presence import Presence
 from .process_end import in_forked_children
 
 
@@ -66,7 +67,7 @@ class Turn:
         self._driving = 0
         self._driver: int | None = None
         self._touched = time.monotonic()
-        self._present = True
+        self._presence = Presence()
         self._farewell = Farewell(rank, describe)
         self._stopping = False
         self._failure: RankLost | None = None
@@ -223,10 +224,10 @@ class Turn:
         What this rank asks for, and what it says: after a grace for the main thread, if that is expected. None where
         the rank is leaving.
         """
-        strict = self.options.uneven == "error"
-        patience = float("inf") if strict else self.options.grace if self._present else 0.0
-        deadline = time.monotonic() + patience
+        start = time.monotonic()
         with self._state:
+            strict = self.options.uneven == "error"
+            deadline = float("inf") if strict else start + self._presence.patience(self.options.grace)
             while self._asked is None and not self._farewell.wanted and not self._stopping:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -237,6 +238,7 @@ class Turn:
             if self._stopping:
                 return None, None
             if self._asked is not None:
+                self._presence.came(time.monotonic() - start)
                 return self._asked, "run"
             if self._farewell.wanted:
                 self._farewell.to_be_said = False
@@ -252,7 +254,7 @@ class Turn:
         """A lap of `component` is open. Whether the main thread drives it: it had `asked` for that, and still does."""
         with self._state:
             mine = asked is not None and self._asked is asked and asked["component"] == component
-            self._present = mine or self._asked is not None
+            self._presence.pass_begins(expected=mine or self._asked is not None)
             self._owner = Owner.MAIN if mine else Owner.SERVICE
             if mine:
                 self._asked, self._touched = None, time.monotonic()
@@ -262,7 +264,7 @@ class Turn:
     def nobody_granted(self, asked: dict[str, Any] | None, refusal: str | None) -> None:
         """The round brought no pass; if what this rank had `asked` for was refused, the main thread hears why."""
         with self._state:
-            self._present = False
+            self._presence.expected = False
             if refusal is not None and self._asked is asked:
                 self._refusal, self._asked = refusal, None
                 self._state.notify_all()
@@ -280,7 +282,7 @@ class Turn:
                     continue
                 if not is_driven(time.monotonic() - self._touched):
                     take_over()
-                    self._owner, self._present = Owner.SERVICE, False
+                    self._owner, self._presence.expected = Owner.SERVICE, False
 
     def lap_finished(self) -> None:
         """No lap is open."""
@@ -292,7 +294,7 @@ class Turn:
         """All ranks said BYE; with `nothing_left`, the service ends."""
         with self._state:
             self._stopping |= nothing_left
-            self._present = True  # what follows a join is begun by all
+            self._presence.begin_anew()
             self._farewell.complete()
             self._state.notify_all()
 

@@ -1,0 +1,135 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""Ranks with unequal work, and ranks that are lost, on real devices: never another picture, never a hang."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from diffusers_dlo import apply_distributed_layerwise_offload
+from tests import toys
+from tests.ranks import run_ranks
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+def wide(num_blocks: int = 6) -> torch.nn.Module:
+    """Blocks of 64 MiB, so that copies and gathers take their time."""
+    torch.manual_seed(0)
+    return toys.Stack(num_blocks, dim=1024, widths=(8192,)).eval()
+
+
+def make_inputs(rank: int, count: int, device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(rank)
+    return [torch.randn(2048, 1024, device=device, generator=generator) for _ in range(count)]
+
+
+def _eight_against_four(rank: int, size: int, synchronizes: bool) -> tuple[int, int]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    model, reference = wide(), wide().to(device)
+    inputs = make_inputs(rank, 8 if rank == 0 else 4, device)
+    with torch.inference_mode():
+        expected = [reference(x) for x in inputs]
+        handle = apply_distributed_layerwise_offload(model)
+        outputs = []
+        for x in inputs:
+            outputs.append(model(x))
+            if synchronizes:
+                torch.cuda.synchronize()
+        dist.barrier()  # NCCL's, on the communicator of the user, while the others' gathers go on
+        torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected))
+    handle.join()
+    report = handle.report()
+    handle.remove()
+    return report.passes, report.ghost_passes
+
+
+@pytest.mark.parametrize("synchronizes", (True, False))
+def test_eight_steps_against_four_and_a_barrier(synchronizes: bool) -> None:
+    size = torch.cuda.device_count()
+    results = run_ranks(size, _eight_against_four, synchronizes, backend="nccl", timeout=150)
+    assert results[0][0] == 8 and results[0][1] == 0
+    assert all(passes == 4 and ghosts == 4 for passes, ghosts in results[1:])
+
+
+def _interrupted(rank: int, size: int) -> None:
+    """Exceptions and interrupts in a block on one rank; the others' outputs stand, and its own do after."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    model, reference = wide(), wide().to(device)
+    handle = apply_distributed_layerwise_offload(model)
+    inputs = make_inputs(rank, 6, device)
+    with torch.inference_mode():
+        for step, x in enumerate(inputs):
+            if rank == 1:
+                kind = KeyboardInterrupt if step % 2 else ZeroDivisionError
+
+                def fail(*_: object) -> None:
+                    hook.remove()
+                    raise kind
+
+                hook = model.blocks[step].up.register_forward_pre_hook(fail)
+                with pytest.raises(kind):
+                    model(x)
+            assert torch.equal(model(x), reference(x)), step
+    handle.join()
+    handle.remove()
+
+
+def test_exceptions_and_interrupts_on_one_rank() -> None:
+    run_ranks(torch.cuda.device_count(), _interrupted, backend="nccl", timeout=150)
+
+
+def _killed(rank: int, size: int, idle: bool) -> tuple[str, float]:
+    """
+    Rank 1 is killed while the devices are idle, or at work with the host far ahead of them. The others either finish
+    with the right outputs, or hear that what they have is not to be trusted.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    model, reference = wide(), wide().to(device)
+    handle = apply_distributed_layerwise_offload(model, host="packed", timeout=60.0, grace=0.2)
+    inputs = make_inputs(rank, 12, device)
+    with torch.inference_mode():
+        expected = [reference(x).cpu() for x in inputs]
+        model(inputs[0])
+        torch.cuda.synchronize()
+        if rank == 1:
+            if not idle:
+                threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+                while True:
+                    model(inputs[0])
+            os.kill(os.getpid(), signal.SIGKILL)
+        start, got = time.monotonic(), []
+        text = ""
+        try:
+            for x in inputs:
+                got.append(model(x))
+            got = [output.cpu() for output in got]
+        except RuntimeError as error:
+            text = str(error)
+            assert "rank 1" in text and "may be wrong" in text and not idle, text
+        taken = time.monotonic() - start
+        if not text:
+            assert all(torch.equal(a, b) for a, b in zip(got, expected))
+            assert handle.report().transfer == "local"
+    handle.remove()
+    with torch.inference_mode():
+        assert torch.equal(model.to(device)(inputs[0]).cpu(), expected[0])
+    return text, taken
+
+
+@pytest.mark.parametrize("idle", (True, False))
+def test_a_killed_rank(idle: bool) -> None:
+    results = run_ranks(torch.cuda.device_count(), _killed, idle, backend="nccl", timeout=150, expect_death=(1,))
+    text, taken = results[0]
+    print(f"idle {idle}: {taken:.1f} s, {text or 'finished'}")
+    assert taken < 15
