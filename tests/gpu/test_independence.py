@@ -62,6 +62,16 @@ def test_eight_steps_against_four_and_a_barrier(synchronizes: bool) -> None:
     assert all(passes == 4 and ghosts == 4 for passes, ghosts in results[1:])
 
 
+def fail_once(module: torch.nn.Module, kind: type[BaseException]) -> None:
+    """Has the next call of a module raise."""
+
+    def fail(*_: object) -> None:
+        hook.remove()
+        raise kind
+
+    hook = module.register_forward_pre_hook(fail)
+
+
 def _interrupted(rank: int, size: int) -> None:
     """Exceptions and interrupts in a block on one rank; the others' outputs stand, and its own do after."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -72,12 +82,7 @@ def _interrupted(rank: int, size: int) -> None:
         for step, x in enumerate(inputs):
             if rank == 1:
                 kind = KeyboardInterrupt if step % 2 else ZeroDivisionError
-
-                def fail(*_: object) -> None:
-                    hook.remove()
-                    raise kind
-
-                hook = model.blocks[step].up.register_forward_pre_hook(fail)
+                fail_once(model.blocks[step].up, kind)
                 with pytest.raises(kind):
                     model(x)
             assert torch.equal(model(x), reference(x)), step
