@@ -28,7 +28,7 @@ from .units import Component, Counters, Unit
 
 
 _TURN = timedelta(seconds=POLL_SECONDS)
-_ABORT_SECONDS = 5.0
+_SETTLE_SECONDS = 5.0
 """How long after a loss gathers that all ranks had begun may take to complete."""
 
 
@@ -322,10 +322,9 @@ class GatherLane(Lane):
             self._on_dropped(component)
         return not self.components
 
-    def abort(self) -> bool:
-        gather = self._group.gather
-        if gather is None or self.ring is None or self.platform.waits_on_host:
-            return True
-        intact = self.ring.become_right(_ABORT_SECONDS)
-        gather.abort()
-        return intact
+    def is_intact(self) -> bool:
+        return self.ring is None or self.platform.waits_on_host or self.ring.become_right(_SETTLE_SECONDS)
+
+    def abort(self) -> None:
+        if self._group.gather is not None:
+            self._group.gather.abort()

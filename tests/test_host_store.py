@@ -541,6 +541,34 @@ def test_what_a_rank_copies_is_page_locked(size: int, transfer: str) -> None:
     os.close(fd)
 
 
+@pytest.mark.parametrize("refused", (False, True))
+@pytest.mark.parametrize("size", (2, 3))
+def test_a_rank_that_goes_on_alone_copies_what_the_others_did(size: int, refused: bool) -> None:
+    """All of each unit, page-locked where the driver lets it; no copy crosses a border between registrations."""
+    model = MODELS["large"]()
+    plan = plan_of(model, "packed", size)
+    platforms = [Registering() for _ in range(size)]
+    fd = create_shared_file(image_offsets(plan)[1])
+    stores = [PackedStore(plan, rank, platform, os.dup(fd)) for rank, platform in enumerate(platforms)]
+    os.close(fd)
+    fill(stores, model)
+    for store, platform in zip(stores, platforms):
+        platform.fail_at = platform.calls + 1 if refused else None
+        for unit, (layout, expected) in enumerate(zip(store.layouts, images_of(plan, model))):
+            store.copy_whole(unit)
+            image = torch.zeros(layout.padded_nbytes(size), dtype=torch.uint8)
+            for offset, source in store.extents(unit):
+                image[offset : offset + source.numel()] = source
+                start, stop = source.data_ptr(), source.data_ptr() + source.numel()
+                touched = [(a, a + n) for a, n in platform.ranges.items() if a < stop and start < a + n]
+                assert all(low <= start and stop <= high for low, high in touched)
+                assert touched or refused
+            assert_image(image, expected)
+        del source
+        store.close()
+        assert platform.ranges == {}
+
+
 @pytest.mark.parametrize("fail_at", range(4))
 def test_a_registration_that_fails_takes_the_others_back(fail_at: int) -> None:
     before = leftovers_after_collection()

@@ -76,8 +76,11 @@ class Laps(Protocol):
     def all_joined(self, replies: list[dict[str, Any]]) -> bool:
         """All ranks said BYE: drops what none needs. Whether nothing is left to serve."""
 
-    def abort(self) -> bool:
-        """Ends transfers that will never complete. Whether everything that was computed with is right."""
+    def is_intact(self) -> bool:
+        """Ranks are lost: whether everything that was computed with, or will be, is right nevertheless."""
+
+    def abort(self) -> None:
+        """Ends transfers that will never complete."""
 
 
 class PassService:
@@ -219,14 +222,22 @@ class PassService:
         if first is None:
             return  # this rank is leaving anyway
         self._mesh.give_up(first)
-        intact = self._laps.abort()
+        try:
+            intact = self._laps.is_intact()
+        except Exception as error:  # a device may fail for good when another one's memory goes
+            intact, first = False, RankLost(f"{first} The device reports: {str(error).splitlines()[0]}.")
         if not intact:
             first = RankLost(
                 f"{first} What rank {self._mesh.rank} computed meanwhile may be wrong. Start all ranks again."
             )
+            logger.error(str(first))
         outside = self.turn.end(first)
         if not intact and outside is not None:
-            _raise_in_thread(outside, str(first))
+            _raise_in_thread(outside, str(first))  # before the device goes on with what is wrong
+        try:
+            self._laps.abort()
+        except Exception as error:
+            logger.warning(f"Ending the group's collectives failed ({error})")
 
 
 def _describe(kind: str, asked: dict[str, Any] | None) -> str:

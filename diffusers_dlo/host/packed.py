@@ -138,7 +138,11 @@ class PackedStore(HostStore):
     def _memory_extents(self, unit: int) -> list[Extent]:
         base, _ = bounds = self.copied_bounds(unit)
         low, high = self._in_memory(unit, bounds)
-        return [Extent(low - base, self._part(unit, low, high))] if low < high else []
+        found = []
+        for source in self._registrations.split(self._part(unit, low, high)) if low < high else ():
+            found.append(Extent(low - base, source))
+            low += source.numel()
+        return found
 
     def view(self, unit: int, tensor: int) -> torch.Tensor | None:
         place = self.layouts[unit].tensors[tensor]
