@@ -76,12 +76,12 @@ class OffloadHandle:
 
     def join(self) -> None:
         """
-        Tells the other ranks that this one has no more work, and does the transfers of the passes they still ask for,
-        until all have joined. Ranks with unequal numbers of forwards call it when theirs are done. More work may
-        follow.
+        Tells the other ranks that this one has no more work, and returns when all have joined. Its shards are
+        transferred for them meanwhile, as they are without it; but nobody waits for a grace for a rank that has
+        joined. More work may follow. It happens by itself when an offload is removed and when the process ends.
 
         Raises:
-            `RuntimeError`: a rank is gone, or did not join or ask within the timeout; the message names it.
+            `RuntimeError`: the shards of a rank are lost with it, and no rank has all weights; the message names it.
         """
         if self.enabled:
             self._engine.join()

@@ -53,7 +53,7 @@ def main() -> None:
             worker.tell(f"'{job.prompt}' took {seconds:.1f} s, {save_video(video, job.path, fps=16)}")
 
         if handle is not None:
-            handle.join()  # this rank is done; the others may still need its share of the weights
+            handle.join()  # so that the report is complete
             worker.print(handle.report())
 
 

@@ -271,6 +271,7 @@ def open_gather(group: OffloadGroup, platform: Platform, timeout: float) -> None
     """Makes the group's own communicator, once, and warms it up. Collective over the group, and over no other rank."""
     if group.gather is not None or group.size == 1:
         return
+    refuse_single_queue(platform.backend)
     try:
         gather = InPlaceGather(_new_gather_group(group, platform, timeout))
         is_right = gather.is_right(platform.device)
@@ -282,6 +283,18 @@ def open_gather(group: OffloadGroup, platform: Platform, timeout: float) -> None
     if not is_right:
         raise RuntimeError('an in-place all-gather returned wrong bytes on this backend; use transfer="local"')
     group.gather = gather
+
+
+def refuse_single_queue(backend: str) -> None:
+    """
+    Raises:
+        `ValueError`: all streams of the device share one hardware queue.
+    """
+    if backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ValueError(
+            "'CUDA_DEVICE_MAX_CONNECTIONS' is 1: the gathers of a rank that serves others would queue behind the "
+            'collective it waits in, for ever. Unset it, or use transfer="local".'
+        )
 
 
 def _new_gather_group(group: OffloadGroup, platform: Platform, timeout: float) -> dist.ProcessGroup:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from diffusers_dlo import apply_distributed_layerwise_offload, is_distributed_layerwise_offload_enabled
+from diffusers_dlo.distributed.group import refuse_single_queue
 from diffusers_dlo.host.packed import PackedStore
 from tests import toys
 from tests.ranks import run_ranks
@@ -328,3 +329,13 @@ def _groups_of_the_user(rank: int, size: int) -> None:
 
 def test_groups_of_the_user_work_beside() -> None:
     run_ranks(3, _groups_of_the_user)
+
+
+def test_a_single_hardware_queue_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_single_queue("nccl")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    refuse_single_queue("gloo")
+    with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS.*for ever. Unset it"):
+        refuse_single_queue("nccl")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    refuse_single_queue("nccl")
