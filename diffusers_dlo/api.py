@@ -33,6 +33,7 @@ from .host.cache import WeightCache
 from .host.choice import create_store
 from .host.offer import files_digest, offer_mapped, rank_plans, usable_ranges
 from .host.store import HostStore
+from .interrupts import interrupts
 from .offload_plan import OffloadPlan, build_plan, find_all, select, transfers_of
 from .process_engine import find_streamed, get_engine, pausing
 from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
@@ -89,6 +90,15 @@ def enable(
     The whole of enabling. `choose` picks the components once the options are known to be good; it runs, like all that
     can fail for one rank alone, inside an agreement, so that the others do not wait for a rank that has given up.
     """
+    with interrupts:  # agreed on like any other error
+        return _enable(choose, config, overrides)
+
+
+def _enable(
+    choose: Callable[[DistributedLayerwiseOffloadConfig], Selection],
+    config: DistributedLayerwiseOffloadConfig | Mapping[str, Any] | None,
+    overrides: Mapping[str, Any],
+) -> OffloadHandle:
     resolved, error = _resolve(config, overrides)
     timeout = resolved.timeout if resolved is not None else DistributedLayerwiseOffloadConfig.timeout
     wanted = resolved.onload_device if resolved is not None else None
@@ -105,10 +115,10 @@ def enable(
     # What was dropped on one rank only would make the ranks' engines differ.
     gc.collect()
     with pausing(group):
-        return _enable(choose, resolved, world, platform, group)
+        return _enable_in_group(choose, resolved, world, platform, group)
 
 
-def _enable(
+def _enable_in_group(
     choose: Callable[[DistributedLayerwiseOffloadConfig], Selection],
     resolved: DistributedLayerwiseOffloadConfig,
     world: World,

@@ -253,6 +253,8 @@ class Engine:
                     lane.join(leaving=True)
             except RuntimeError as error:
                 logger.warning(f"Leaving without the other ranks: {error}")
+            except KeyboardInterrupt:
+                logger.warning(f"rank {self.group.rank} was interrupted, and leaves while others may need its shards")
             finally:
                 lane.service.stop()
 

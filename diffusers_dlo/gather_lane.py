@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .caller import Caller
 from .config import DistributedLayerwiseOffloadConfig
@@ -91,7 +92,8 @@ class GatherLane(Lane):
         if self.service is None:
             self.finish()
             return
-        self._refuse_held("'join' was called")
+        if self.service.turn.drives_here:
+            self._refuse_held("'join' was called")
         self.service.turn.join(pause, leaving)
 
     # Membership
@@ -108,6 +110,8 @@ class GatherLane(Lane):
         """
         if self.service is None:
             self._on_dropped(component)
+            return
+        if self.service.turn.forked:
             return
         with self.driving():
             self._let_go(component.blocks)
@@ -227,13 +231,7 @@ class GatherLane(Lane):
         work, views = slot.pending
         assert self.service is not None
         what, start = f"the gather of {slot.stamp}", time.monotonic()
-        while True:
-            try:
-                if work.wait(_TURN):
-                    break
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise self._lose(what, error) from error
+        while not self._is_complete(work, what):
             try:
                 self.service.keep_waiting(what, time.monotonic() - start)
             except RankLost as error:
@@ -241,6 +239,18 @@ class GatherLane(Lane):
                 raise
         realign(views.realigned)
         slot.pending = None
+
+    def _is_complete(self, work: dist.Work, what: str) -> bool:
+        """Waits for a collective, for a moment. One that completes just after the moment is over has not failed."""
+        try:
+            return bool(work.wait(_TURN))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+        try:
+            return bool(work.wait())
+        except RuntimeError as error:
+            raise self._lose(what, error) from error
 
     def _lose(self, what: str, error: RuntimeError) -> RankLost:
         """What to raise when a collective failed: the end of another rank, if that is why."""
@@ -258,12 +268,13 @@ class GatherLane(Lane):
         if self.service is None:
             super()._recover(block)
         else:
-            self.service.turn.fail(GroupLost(reason))
-            self.service.turn.check()
+            lost = GroupLost(reason)
+            self.service.turn.fail(lost)
+            raise lost
 
     def _check(self) -> None:
         if self.service is not None:
-            self.service.turn.check()
+            self.service.check()
 
     # What the service calls (`Laps`)
 
@@ -314,13 +325,13 @@ class GatherLane(Lane):
         self._lap = None
         self.counters.ghost_passes += is_ghost
 
-    def all_joined(self, replies: list[dict[str, Any]]) -> bool:
+    def all_joined(self, replies: list[dict[str, Any]]) -> tuple[bool, bool]:
         for name in sorted(set.intersection(*(set(reply["abandoned"]) for reply in replies))):
             component = self.components[name]
             super().remove(component, shrink=False)
             self._abandoned.discard(name)
             self._on_dropped(component)
-        return not self.components
+        return not self.components, self._abandoned == set(self.components)
 
     def is_intact(self) -> bool:
         return self.ring is None or self.platform.waits_on_host or self.ring.become_right(_SETTLE_SECONDS)

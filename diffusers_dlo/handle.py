@@ -16,6 +16,7 @@ from .config import DistributedLayerwiseOffloadConfig
 from .distributed.control import RankLost, logger
 from .engine import Engine
 from .host.store import HostStore
+from .interrupts import interrupts
 from .offload_plan import OffloadPlan
 from .report import OffloadReport, make_report
 from .tensor_utils import move_tensors, owned_tensors
@@ -99,15 +100,16 @@ class OffloadHandle:
             return
         for part in self._parts:
             part.quiet()
-        try:
+        with interrupts:  # which are delivered while it waits for other ranks
             try:
-                self._engine.join(pause=True)
-                self._agree_to_remove()
-            except RankLost as error:
-                logger.warning(f"Disabling without the other ranks: {error}")
-            self._remove(self._store)
-        finally:
-            self._engine.resume()
+                try:
+                    self._engine.join(pause=True)
+                    self._agree_to_remove()
+                except RankLost as error:
+                    logger.warning(f"Disabling without the other ranks: {error}")
+                self._remove(self._store)
+            finally:
+                self._engine.resume()
 
     def _remove(self, store: HostStore) -> None:
         self._last_report = self.report()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -18,6 +19,9 @@ class DeferredInterrupts:
     A context in which SIGINT is only noted. It is delivered, to whatever handler is installed, when the context ends,
     or before that where `deliver` is called: at waits that leave everything in order. Contexts nest. In threads other
     than the main one, which Python never interrupts, it does nothing.
+
+    The handler is exchanged before anything is counted, and put back after, so that an interrupt of this very code
+    leaves nothing half done.
     """
 
     def __init__(self) -> None:
@@ -27,13 +31,9 @@ class DeferredInterrupts:
 
     def __enter__(self) -> DeferredInterrupts:
         if threading.current_thread() is threading.main_thread():
+            if self._depth == 0:
+                self._install()
             self._depth += 1
-            if self._depth == 1:
-                self._noted = False
-                handler = signal.getsignal(signal.SIGINT)
-                self._handler = handler if callable(handler) else None
-                if self._handler is not None:
-                    signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -44,11 +44,43 @@ class DeferredInterrupts:
                 if self._noted:
                     signal.raise_signal(signal.SIGINT)
 
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Inside a context: SIGINT comes as it otherwise would, beginning with one that was noted."""
+        if self._depth == 0 or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        depth, handler = self._depth, self._handler
+        try:
+            self._depth = 0
+            if handler is not None:
+                signal.signal(signal.SIGINT, handler)
+                if self._noted:
+                    self._noted = False
+                    signal.raise_signal(signal.SIGINT)
+            yield
+        finally:
+            self._install()
+            self._depth = depth
+
     def deliver(self) -> None:
         """Lets an interrupt that came meanwhile happen here."""
         if self._noted and self._handler is not None and threading.current_thread() is threading.main_thread():
             self._noted = False
             self._handler(signal.SIGINT, None)
 
+    def _install(self) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if handler == self._note:
+            return
+        self._noted = False
+        self._handler = handler if callable(handler) else None
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._note)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = True
+
+
+interrupts = DeferredInterrupts()
+"""Signals are the process's, and so is this."""

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..interrupts import interrupts
+
 
 # Not a logger of diffusers: those speak on rank zero only, and this one is about ranks, rank zero among them.
 logger = logging.getLogger("diffusers_dlo.ranks")
@@ -47,6 +49,9 @@ class ControlMesh:
         sockets (`Mapping[int, socket.socket]`): a connected packet socket for each other rank.
         pids (`Sequence[int]`): the process of each rank.
         timeout (`float`): seconds to wait for another rank.
+
+    Attributes:
+        leaving (`bool`): this rank waits for nobody any more: set from another thread, it ends an exchange.
     """
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], pids: Sequence[int], timeout: float) -> None:
@@ -56,6 +61,7 @@ class ControlMesh:
         self._sockets = dict(sockets)
         self._pids = tuple(pids)
         self._round = 0
+        self.leaving = False
         self._failed: RankLost | None = None
         self._pidfds: dict[int, int] = {}
         self._doing: dict[int, str] = {}
@@ -76,7 +82,7 @@ class ControlMesh:
 
     @property
     def usable(self) -> bool:
-        """Whether all ranks still agree on the order of what they say."""
+        """Whether all ranks still agree on the order of what they say. An exchange that is going on is no fault."""
         return self._failed is None
 
     def exchange(self, kind: str, **payload: Any) -> list[dict[str, Any]]:
@@ -96,10 +102,6 @@ class ControlMesh:
         message = json.dumps(own).encode()
         if len(message) > _MAX_MESSAGE:
             raise RuntimeError(f"rank {self.rank}: a control message of {len(message)} bytes exceeds {_MAX_MESSAGE}")
-        self._failed = RankLost(
-            f"rank {self.rank} was interrupted at '{kind}' while it agreed with the other ranks, so their order is "
-            "unknown; start all ranks again"
-        )
         try:
             self._send(message)
             replies = self._receive_all(kind)
@@ -107,20 +109,25 @@ class ControlMesh:
         except RankLost as error:
             self.give_up(error)
             raise
+        except BaseException:
+            self.give_up(
+                RankLost(f"rank {self.rank} was interrupted at '{kind}' while it agreed with the other ranks")
+            )
+            raise
         replies[self.rank] = own
         said = [replies[rank] for rank in range(self.size)]
         rounds = [reply["round"] for reply in said]
         if any(number != self._round for number in rounds):
-            self.give_up(
-                RankLost(f"ranks count their agreements differently ({rounds}): one of them gave up in the middle")
-            )
-            raise self._failed
+            lost = RankLost(f"ranks count their agreements differently ({rounds}): one of them gave up in the middle")
+            self.give_up(lost)
+            raise lost
         self._round += 1
-        self._failed = None
         return said
 
     def give_up(self, error: RankLost) -> None:
-        """Refuses every later exchange with `error`, and tells the other ranks why."""
+        """Refuses every later exchange with `error`, and tells the other ranks why. The first reason counts."""
+        if self._failed is not None:
+            return
         self._failed = error
         final = not isinstance(error, GroupLost)
         self._send(json.dumps({"kind": _GONE, "round": self._round, "why": str(error), "final": final}).encode())
@@ -133,6 +140,8 @@ class ControlMesh:
         Raises:
             `RankLost`: a rank has ended that had not said it would.
         """
+        if not self._sockets:
+            raise GroupLost(f"rank {self.rank} has left the group")
         for fd, _ in self._poller.poll(seconds * 1000):
             if fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
@@ -163,9 +172,12 @@ class ControlMesh:
         self._leaving.add(peer)
 
     def describe(self, peers: Iterable[int]) -> str:
-        """Ranks with what is known of each: what it last said it was doing, and whether its process is stopped."""
+        """
+        Ranks, or all others if there are none, with what is known of each: what it last said it was doing, and whether
+        its process is stopped.
+        """
         found = []
-        for peer in peers:
+        for peer in list(peers) or self._sockets:
             known = [self._doing[peer]] if peer in self._doing else []
             if _is_stopped(self._pids[peer]):
                 known.append("its process is stopped (SIGSTOP)")
@@ -210,7 +222,12 @@ class ControlMesh:
             if peer in self._pidfds and not ended:
                 ended = bool(select.select([self._pidfds[peer]], [], [], 0)[0]) and not self._has_message(peer)
             if ended:
-                raise GroupLost(f"{self.describe([peer])} has ended. Look for its traceback.")
+                raise self._ended(peer)
+
+    def _ended(self, peer: int) -> GroupLost:
+        if peer in self._leaving:
+            return GroupLost(f"rank {peer} is finished: all ranks had joined, and its process ended.")
+        return GroupLost(f"{self.describe([peer])} has ended. Look for its traceback.")
 
     def _check_nobody_gave_up(self) -> None:
         """A rank that gave up waiting for this one has said its part of the round, and that it gave up, after it."""
@@ -245,6 +262,9 @@ class ControlMesh:
                         if owner == peer:
                             with contextlib.suppress(KeyError, FileNotFoundError):
                                 poller.unregister(other)
+            interrupts.deliver()
+            if self.leaving:
+                raise GroupLost(f"rank {self.rank} has left the group")
             waited = time.monotonic() - start
             late = sorted(set(self._sockets) - set(replies))
             if late and waited > self.timeout:
@@ -264,10 +284,7 @@ class ControlMesh:
         except (BlockingIOError, ConnectionError):
             message = b""
         if not message:
-            raise GroupLost(
-                f"{self.describe([peer])} ended while rank {self.rank} waited for it at '{kind}'. Look for its "
-                "traceback."
-            )
+            raise self._ended(peer)
         said = json.loads(message)
         self._refuse_gone(said)
         if said.get("doing"):
@@ -306,6 +323,7 @@ class ControlMesh:
         self._sockets.clear()
         self._pidfds.clear()
         self._wake_fd = -1
+        self._failed = self._failed or GroupLost(f"rank {self.rank} has left the group")
 
 
 def _is_stopped(pid: int) -> bool:

@@ -7,9 +7,14 @@ calls it under its lock.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
-from .control import LATE_SECONDS, POLL_SECONDS, GroupLost, logger
+from .control import LATE_SECONDS, POLL_SECONDS, RankLost, logger
+
+
+_AGAIN_SECONDS = 1.0
+"""How often a rank that is leaving asks whether it is still needed."""
 
 
 class Farewell:
@@ -27,6 +32,8 @@ class Farewell:
         pausing (`bool`): the round in which all say BYE makes the service pause.
         paused (`bool`): it does.
         completed (`int`): rounds in which all ranks said BYE.
+        unneeded (`bool`): this rank is leaving, and every other one is done or waits in a collective that only the
+            end of this one will end.
     """
 
     def __init__(self, rank: int, describe: Callable[[Iterable[int]], str]) -> None:
@@ -34,10 +41,12 @@ class Farewell:
         self.leaving = False
         self.pausing = self.paused = False
         self.completed = 0
+        self.unneeded = False
         self._told = 0
+        self._waiting = 0
         self._rank = rank
         self._describe = describe
-        self._begun = self._last_round = time.monotonic()
+        self._begun = self._last_round = self._last_said = time.monotonic()
         self._not_joined: Sequence[int] = ()
 
     @property
@@ -48,26 +57,42 @@ class Farewell:
     def begin(self, pause: bool = False, leaving: bool = False) -> int:
         """This rank is done. The number of joins completed before."""
         self.wanted = self.to_be_said = True
-        self.pausing, self.leaving = pause, leaving
-        self._begun = self._last_round = time.monotonic()
+        self.pausing, self.leaving, self.unneeded = pause, leaving, False
+        self._begun = self._last_round = self._last_said = time.monotonic()
         return self.completed
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A thread waits for the others to be done."""
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            self.pausing = self.leaving = False
+
     def take_back(self) -> None:
-        """This rank is not done: what is left of an interrupted join is void."""
-        self.wanted = self.to_be_said = False
+        """
+        This rank is not done: what is left of an interrupted join is void. If a thread waits for the others to be
+        done, the BYE stands, behind what another one asks for.
+        """
+        self.wanted = self.to_be_said = self._waiting > 0
         self.told()
 
     def told(self) -> None:
         """The caller of `join` knows of all that were completed."""
         self._told = self.completed
 
-    def heard(self, not_joined: Sequence[int]) -> None:
-        """All ranks have answered in a round; those in `not_joined` not with BYE."""
+    def heard(self, not_joined: Sequence[int], stuck: Collection[int]) -> None:
+        """
+        All ranks have answered in a round; those in `not_joined` not with BYE, of which `stuck` wait in collectives.
+        """
         self._last_round, self._not_joined = time.monotonic(), not_joined
+        self.unneeded = self.leaving and set(not_joined) <= set(stuck)
 
-    def complete(self) -> None:
-        """All ranks said BYE in one round."""
-        self.wanted = self.to_be_said = False
+    def complete(self, standing: bool) -> None:
+        """All ranks said BYE in one round. If it is `standing`, this rank goes on saying it when others do."""
+        self.wanted, self.to_be_said = standing, False
         self.paused |= self.pausing
         self.completed += 1
 
@@ -76,16 +101,21 @@ class Farewell:
         Called at each turn of the wait for the others; `idle` is whether no lap is open.
 
         Raises:
-            `GroupLost`: no rank asked for anything within the timeout, and not all have joined.
+            `RankLost`: no rank asked for anything within the timeout, and not all have joined.
         """
         now = time.monotonic()
         waited, whole = now - self._last_round, now - self._begun
-        if idle and waited > timeout:
-            raise GroupLost(
+        if self.leaving:
+            # The others answer, so they live, and may need this rank for as long as they like.
+            if now - self._last_said > _AGAIN_SECONDS:
+                self._last_said, self.to_be_said = now, True
+            if LATE_SECONDS < whole <= LATE_SECONDS + POLL_SECONDS:
+                logger.warning(
+                    f"rank {self._rank} is done, and stays to transfer its shards for "
+                    f"{self._describe(self._not_joined)}"
+                )
+        elif idle and waited > timeout:
+            raise RankLost(
                 f"rank {self._rank} waited {waited:.0f} s in 'join' for {self._describe(self._not_joined)}, which "
                 "neither computed nor joined. Look for its traceback, or raise 'timeout' if it is only slow."
-            )
-        if self.leaving and LATE_SECONDS < whole <= LATE_SECONDS + POLL_SECONDS:
-            logger.warning(
-                f"rank {self._rank} is done, and stays to transfer its shards for {self._describe(self._not_joined)}"
             )

@@ -5,8 +5,12 @@ Owns the all-gather of a block's bytes, in place. Must not know which block it g
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
+
+from ..device.platform import Platform
 
 
 # torch 2.13 renames the collective and warns at each call of the old name.
@@ -42,11 +46,20 @@ class InPlaceGather:
         if dist.get_backend(self._group) != "gloo":  # which fails by itself, and whose waits are bounded
             dist.distributed_c10d._abort_process_group(self._group)
 
-    def is_right(self, device: torch.device) -> bool:
-        """Opens the communicator, and says whether gathering in place brings the right bytes on this backend."""
+    def is_right(self, platform: Platform, timeout: float) -> bool:
+        """
+        Opens the communicator, and says whether gathering in place brings the right bytes on this backend.
+
+        Raises:
+            `RuntimeError`: it cannot be opened, or another rank does not take part within `timeout` seconds.
+        """
         count = 256
-        image = torch.zeros(count * self.size, dtype=torch.uint8, device=device)
-        image[count * self.rank : count * (self.rank + 1)] = self.rank + 1
-        self(image, image[count * self.rank : count * (self.rank + 1)])
+        image = torch.zeros(count * self.size, dtype=torch.uint8, device=platform.device)
+        shard = image[count * self.rank : count * (self.rank + 1)]
+        shard.fill_(self.rank + 1)
+        if platform.waits_on_host:
+            self.start(image, shard).wait(timedelta(seconds=timeout))
+        else:
+            self(image, shard)
         expected = torch.arange(1, self.size + 1, dtype=torch.uint8).repeat_interleave(count)
         return torch.equal(image.cpu(), expected)

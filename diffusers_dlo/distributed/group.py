@@ -20,6 +20,7 @@ import torch.distributed as dist
 from diffusers.utils import logging
 
 from ..device.platform import Platform
+from ..interrupts import interrupts
 from .connect import connect
 from .control import ControlMesh
 from .gather import InPlaceGather
@@ -75,7 +76,8 @@ class World:
         replies: list[dict[str, Any]] = []
         error: BaseException | None = None
         try:
-            yield replies
+            with interrupts.allowed():
+                yield replies
         except BaseException as caught:
             error = caught
         try:
@@ -124,7 +126,8 @@ class OffloadGroup:
         replies: list[dict[str, Any]] = []
         error: BaseException | None = None
         try:
-            yield replies
+            with interrupts.allowed():
+                yield replies
         except BaseException as caught:
             error = caught
         try:
@@ -254,8 +257,8 @@ def form_group(world: World, introductions: Sequence[dict[str, Any]], timeout: f
                 "host in a row; ranks of other hosts are replicas."
             )
     ranks = tuple(rows[world.rank])
-    if any(list(ranks) in introductions[rank]["spent"] for rank in ranks) and ranks in _groups:
-        _groups.pop(ranks).close()
+    if any(list(ranks) in introductions[rank]["spent"] for rank in ranks):
+        _groups.pop(ranks, None)  # not closed: what is enabled in it is still to be disabled
     if ranks not in _groups:
         rank, pids = ranks.index(world.rank), [introductions[rank]["pid"] for rank in ranks]
         secret = introductions[ranks[0]]["secret"]
@@ -274,7 +277,7 @@ def open_gather(group: OffloadGroup, platform: Platform, timeout: float) -> None
     refuse_single_queue(platform.backend)
     try:
         gather = InPlaceGather(_new_gather_group(group, platform, timeout))
-        is_right = gather.is_right(platform.device)
+        is_right = gather.is_right(platform, timeout)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {group.rank}: the communicator of {group.size} ranks could not be opened; a rank may have ended. "
@@ -298,9 +301,11 @@ def refuse_single_queue(backend: str) -> None:
 
 
 def _new_gather_group(group: OffloadGroup, platform: Platform, timeout: float) -> dist.ProcessGroup:
+    # Waits are bounded elsewhere, where the rank that is late has a name. A device's own limit only follows.
+    limit = timedelta(days=7) if platform.waits_on_host else timedelta(seconds=timeout + 30)
     return dist.new_group(
         list(group.ranks),
-        timeout=timedelta(seconds=timeout),
+        timeout=limit,
         backend=platform.backend,
         use_local_synchronization=True,
     )

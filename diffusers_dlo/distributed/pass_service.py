@@ -26,8 +26,9 @@ not drive. Must not know what a lap transfers: that is behind `Laps`.
        leaves after the last round also looks dead.
     5. Who notices a loss tells all others, so nobody stays in a collective; it is kept, and raised by the next hook
        (torch swallows what a hook raises while another exception is on its way).
-    6. At exit, and before process groups are destroyed, a rank joins and ends its thread (`process_end`). A forked
-       child has no thread, and is refused.
+    6. At exit, and before process groups are destroyed, a rank joins and ends its thread (`process_end`). It stays for
+       as long as the others may need it, but not for those who wait for it in a collective, which its end will end. A
+       forked child has no thread, and is refused.
     7. While the thread transfers for others, a busy main thread has to give the interpreter up more often.
     8. A join that changes what passes are made of (enabling, disabling) leaves the thread paused in the very round in
        which all said BYE: no rank can begin a pass before its own change is complete.
@@ -42,12 +43,16 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from ..caller import CollectiveWatch
 from ..config import DistributedLayerwiseOffloadConfig
+from ..interrupts import interrupts
 from .control import LATE_SECONDS, POLL_SECONDS, ControlMesh, GroupLost, RankLost, logger
 from .turn import Step, Turn
 
 
 _IDLE_SECONDS = 0.5
+_STUCK_SECONDS = 5.0
+"""Who has been in one collective for so long waits there for a rank that does not come."""
 _SWITCH_SECONDS = 5e-4
 """How long a busy main thread keeps the interpreter from the thread that transfers for other ranks."""
 
@@ -73,8 +78,8 @@ class Laps(Protocol):
     def finish_lap(self, is_ghost: bool) -> None:
         """Completes the open lap."""
 
-    def all_joined(self, replies: list[dict[str, Any]]) -> bool:
-        """All ranks said BYE: drops what none needs. Whether nothing is left to serve."""
+    def all_joined(self, replies: list[dict[str, Any]]) -> tuple[bool, bool]:
+        """All ranks said BYE: drops what none needs. Whether nothing is left, and whether this rank wants nothing."""
 
     def is_intact(self) -> bool:
         """Ranks are lost: whether everything that was computed with, or will be, is right nevertheless."""
@@ -99,16 +104,19 @@ class PassService:
     def __init__(self, mesh: ControlMesh, laps: Laps, options: DistributedLayerwiseOffloadConfig) -> None:
         self._mesh = mesh
         self._laps = laps
+        self._watch = CollectiveWatch()
         self.turn = Turn(mesh.rank, options, mesh.wake, mesh.describe)
         self._thread = threading.Thread(target=self._serve, name="diffusers_dlo passes", daemon=True)
 
     def start(self) -> None:
         """Begins to serve."""
+        self._mesh.leaving = False
         self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread, whatever it waits for. Idempotent."""
         self.turn.stop()
+        self._mesh.leaving = True
         if self._thread is not threading.current_thread() and self._thread.ident is not None:
             if self._thread.is_alive():
                 self._mesh.wake()
@@ -132,6 +140,16 @@ class PassService:
             self.turn.await_failure(seconds)
             self.turn.check()
 
+    def check(self) -> None:
+        """
+        Raises:
+            `RankLost`: there are no passes any more.
+        """
+        if threading.current_thread() is self._thread:
+            self.turn.check_failure()
+        else:
+            self.turn.check()
+
     def keep_waiting(self, what: str, seconds: float) -> None:
         """
         Called at each turn of a wait for other ranks, which has lasted for `seconds`; interrupts are delivered.
@@ -139,12 +157,10 @@ class PassService:
         Raises:
             `RankLost`: there is no use in waiting.
         """
+        self.check()
         if threading.current_thread() is self._thread:
-            self.turn.check_failure()
             self._mesh.check()
-        else:
-            self.turn.check()
-        self.turn.interrupts.deliver()
+        interrupts.deliver()
         late = seconds > LATE_SECONDS and seconds - POLL_SECONDS <= LATE_SECONDS
         if not late and seconds <= self.turn.options.timeout:
             return
@@ -170,6 +186,8 @@ class PassService:
             self._give_up(
                 GroupLost(f"the transfers of rank {self._mesh.rank} failed ({type(error).__name__}: {error})")
             )
+        finally:
+            self.turn.stop()
 
     def _wait_for_cause(self) -> bool:
         """Waits until there is a round to make; False once there will be none."""
@@ -181,18 +199,19 @@ class PassService:
 
     def _round(self) -> None:
         asked, kind = self.turn.answer(self._mesh.check)
-        if kind is None:
-            return
         self._mesh.timeout = self.turn.options.timeout
         own = {"leaving": self.turn.leaving, "doing": _describe(kind, asked), **(asked or {})}
+        own["in_collective"] = self._watch.seconds(self.turn.driver)
         replies = self._mesh.exchange(kind, **own, **self._laps.describe_state())
         not_joined = [rank for rank, reply in enumerate(replies) if reply["kind"] != "bye"]
-        self.turn.round_made(not_joined)
+        others = [rank for rank in not_joined if rank != self._mesh.rank]
+        stuck = [rank for rank in not_joined if replies[rank]["in_collective"] > _STUCK_SECONDS]
+        self.turn.round_made(others, stuck)
         if not not_joined:
             for rank, reply in enumerate(replies):
                 if reply["leaving"] and rank != self._mesh.rank:
                     self._mesh.let_leave(rank)
-            self.turn.all_joined(self._laps.all_joined(replies))
+            self.turn.all_joined(*self._laps.all_joined(replies))
             return
         if self.turn.options.uneven == "error":
             _refuse_uneven(replies)

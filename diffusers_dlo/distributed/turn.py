@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..config import DistributedLayerwiseOffloadConfig
-from ..interrupts import DeferredInterrupts
+from ..interrupts import interrupts
 from .control import POLL_SECONDS, GroupLost, RankLost
 from .farewell import Farewell
 from .presence import Presence
@@ -57,7 +57,6 @@ class Turn:
         describe: Callable[[Iterable[int]], str],
     ) -> None:
         self.options = options
-        self.interrupts = DeferredInterrupts()
         self._rank = rank
         self._wake = wake
         self._state = threading.Condition(threading.RLock())
@@ -73,12 +72,13 @@ class Turn:
         self._failure: RankLost | None = None
         self._end: RankLost | None = None
         "the failure, once it is known what it has done to this rank"
-        self._forked = False
+        self._ending = False
+        self.forked = False
         in_forked_children(self.disarm)
 
     def disarm(self) -> None:
         """This is a forked child: it has no service thread, and whoever held the lock is not here."""
-        self._forked = True
+        self.forked = True
         self._state = threading.Condition(threading.RLock())
 
     # What the main thread calls
@@ -86,15 +86,14 @@ class Turn:
     @contextmanager
     def driving(self) -> Iterator[None]:
         """The main thread is in the engine: its lap is not taken from it, nor is it interrupted but at waits."""
-        if self._forked:
+        if self.forked:
             raise RuntimeError(
                 f"rank {self._rank}: a forked child of this process called a streamed model. It is not a rank; use "
                 "the model in the process that enabled the offload."
             )
-        with self.interrupts:
+        with interrupts:
             with self._state:
                 self._driving += 1
-                self._driver = threading.get_ident()
             try:
                 yield
             finally:
@@ -112,14 +111,26 @@ class Turn:
         """Whether the main thread may fetch."""
         return self._owner is Owner.MAIN
 
+    @property
+    def drives_here(self) -> bool:
+        """Whether it is this thread that drives the open lap."""
+        return self._owner is Owner.MAIN and self._driver == threading.get_ident()
+
+    @property
+    def driver(self) -> int:
+        """The thread that is the main one in the sense of this class: it drove the last lap."""
+        return self._driver or threading.main_thread().ident or 0
+
     def check(self) -> None:
         """
         Raises:
             `RankLost`: there are no passes any more.
         """
         if self._failure is not None:
-            with self._state:  # what was computed has to be looked at before anybody goes on
-                self._state.wait_for(lambda: self._end is not None or self._stopping)
+            with interrupts, self._state:  # what was computed has to be looked at before anybody goes on
+                while self._end is None and not self._stopping:
+                    self._state.wait(POLL_SECONDS)
+                    interrupts.deliver()
             raise self._end or self._failure
         if self._stopping:
             raise GroupLost(f"rank {self._rank} has left the group.")
@@ -131,9 +142,12 @@ class Turn:
         Raises:
             `RuntimeError`: it was refused, on all ranks that asked for this component. `RankLost`: see `check`.
         """
-        with self._state:
+        with interrupts, self._state:
             self.check()
+            if self._ending:
+                raise RankLost(f"rank {self._rank}: this process is at its end, and computes no more.")
             self.hand_back()
+            self._driver = threading.get_ident()
             self._asked, self._refusal = asked, None
             self._farewell.take_back()
             self._notify()
@@ -146,7 +160,7 @@ class Turn:
 
     def hand_back(self) -> None:
         """The main thread fetches no more of the open lap."""
-        with self._state:
+        with interrupts, self._state:
             if self._owner is Owner.MAIN:
                 self._owner = Owner.SERVICE
                 self._state.notify_all()
@@ -159,36 +173,42 @@ class Turn:
         Raises:
             `RankLost`: see `check`; or nobody asked for anything within the timeout, and not all have joined.
         """
-        with self._state:
+        with interrupts, self._state:
             self.check()
-            self.hand_back()
-            if not self._farewell.was_completed or pause or leaving:
+            if self.drives_here:
+                self.hand_back()
+            self._ending |= leaving
+            if self._farewell.was_completed and not leaving:  # one that was interrupted has been completed since
+                self._farewell.paused |= pause
+            else:
                 before = self._farewell.begin(pause, leaving)
                 self._notify()
-                try:
+                with self._farewell.waiting():
                     self._wait(
-                        lambda: self._farewell.completed > before,
-                        lambda: self._farewell.check(self.options.timeout, self._owner is Owner.NOBODY),
+                        lambda: self._farewell.completed > before or self._farewell.unneeded, self._check_farewell
                     )
-                finally:
-                    self._farewell.pausing = self._farewell.leaving = False
             self._farewell.told()
+
+    def _check_farewell(self) -> None:
+        self._farewell.check(self.options.timeout, self._owner is Owner.NOBODY)
+        if self._farewell.to_be_said:
+            self._wake()
 
     def say_goodbye(self) -> None:
         """As `join`, and goes on at once. May be called from any thread."""
-        with self._state:
+        with interrupts, self._state:
             self._farewell.begin()
             self._notify()
 
     def resume(self) -> None:
         """Ends the pause of a `join`."""
-        with self._state:
+        with interrupts, self._state:
             self._farewell.paused = False
             self._state.notify_all()
 
     def await_failure(self, seconds: float) -> None:
         """Waits for the service thread to notice a loss, if it does."""
-        with self._state:
+        with interrupts, self._state:
             self._state.wait_for(lambda: self._failure is not None, seconds)
 
     def _notify(self) -> None:
@@ -202,16 +222,16 @@ class Turn:
             if check is not None:
                 check()
             self._state.wait(POLL_SECONDS)
-            self.interrupts.deliver()
+            interrupts.deliver()
 
     # What the service thread calls
 
     def next_step(self, heard: bool) -> Step:
         """What to do; `heard` is whether another rank has said something."""
         with self._state:
-            self.check_failure()
             if self._stopping:
                 return Step.STOP
+            self.check_failure()
             if self._farewell.paused:
                 self._state.wait(POLL_SECONDS)
                 return Step.PAUSE
@@ -219,24 +239,22 @@ class Turn:
                 return Step.ROUND
             return Step.WAIT
 
-    def answer(self, check: Callable[[], None]) -> tuple[dict[str, Any] | None, str | None]:
+    def answer(self, check: Callable[[], None]) -> tuple[dict[str, Any] | None, str]:
         """
-        What this rank asks for, and what it says: after a grace for the main thread, if that is expected. None where
-        the rank is leaving.
+        What this rank asks for, and what it says: after a grace for the main thread, if that is expected.
         """
         start = time.monotonic()
         with self._state:
             strict = self.options.uneven == "error"
-            deadline = float("inf") if strict else start + self._presence.patience(self.options.grace)
-            while self._asked is None and not self._farewell.wanted and not self._stopping:
+            grace = min(self.options.grace, self.options.timeout / 2)  # the others must not lose theirs
+            deadline = float("inf") if strict else start + self._presence.patience(grace)
+            while self._asked is None and not self._farewell.wanted:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._state.wait(min(left, POLL_SECONDS))
                 self.check_failure()
                 check()
-            if self._stopping:
-                return None, None
             if self._asked is not None:
                 self._presence.came(time.monotonic() - start)
                 return self._asked, "run"
@@ -245,10 +263,11 @@ class Turn:
                 return None, "bye"
             return None, "ghost"
 
-    def round_made(self, not_joined: list[int]) -> None:
-        """All ranks have answered; those in `not_joined` not with BYE."""
+    def round_made(self, not_joined: list[int], stuck: list[int]) -> None:
+        """All ranks have answered; those in `not_joined` not with BYE, of which `stuck` wait in collectives."""
         with self._state:
-            self._farewell.heard(not_joined)
+            self._farewell.heard(not_joined, stuck)
+            self._state.notify_all()
 
     def granted(self, asked: dict[str, Any] | None, component: str) -> bool:
         """A lap of `component` is open. Whether the main thread drives it: it had `asked` for that, and still does."""
@@ -274,7 +293,7 @@ class Turn:
     ) -> None:
         """Waits until the main thread does not drive its lap any more, for whatever reason."""
         with self._state:
-            while self._owner is Owner.MAIN and not self._stopping:
+            while self._owner is Owner.MAIN:
                 self._state.wait(POLL_SECONDS)
                 self.check_failure()
                 check()
@@ -290,24 +309,29 @@ class Turn:
             self._owner = Owner.NOBODY
             self._state.notify_all()
 
-    def all_joined(self, nothing_left: bool) -> None:
-        """All ranks said BYE; with `nothing_left`, the service ends."""
+    def all_joined(self, nothing_left: bool, nothing_wanted: bool) -> None:
+        """
+        All ranks said BYE. With `nothing_left`, the service ends; with `nothing_wanted`, this rank has dropped all
+        that is left, and its BYE stands.
+        """
         with self._state:
             self._stopping |= nothing_left
             self._presence.begin_anew()
-            self._farewell.complete()
+            self._farewell.complete(standing=nothing_wanted)
             self._state.notify_all()
 
     # What both call
 
     def check_failure(self) -> None:
-        """Raises the failure, if there is one, whatever it has done."""
+        """Raises the failure, if there is one, whatever it has done; also where the thread is to end."""
         if self._failure is not None:
             raise self._failure
+        if self._stopping:
+            raise GroupLost(f"rank {self._rank} has left the group.")
 
     def fail(self, error: RankLost) -> RankLost | None:
         """Passes are over. The first reason, which stays; None if this rank was about to leave."""
-        with self._state:
+        with interrupts, self._state:
             if self._stopping:
                 return None
             self._failure = self._failure or error
@@ -327,6 +351,6 @@ class Turn:
 
     def stop(self) -> None:
         """The service is to end."""
-        with self._state:
+        with interrupts, self._state:
             self._stopping = True
             self._state.notify_all()

@@ -26,6 +26,7 @@ from PIL import Image
 
 from diffusers_dlo.concurrency.executor import WaveError, WaveExecutor, WaveTimeoutError
 from diffusers_dlo.concurrency.messages import encode
+from tests import toys
 
 from .workers import Service, fail_to_start, folder_of, held, listening_addresses, reply, runs, wait_for
 
@@ -77,6 +78,16 @@ def test_tensors_arrays_and_images_travel(executor: WaveExecutor) -> None:
 
 def test_the_ranks_are_one_world(executor: WaveExecutor) -> None:
     assert executor.wave("gather", [1.0, 2.0]) == [[1.0, 2.0], [1.0, 2.0]]
+
+
+def test_ranks_that_share_weights_take_unequal_work_and_calls_alone(executor: WaveExecutor) -> None:
+    reference = toys.toy(toys.Stack, 5)
+    with torch.no_grad():
+        expected = [reference(toys.feed(seed)) for seed in range(6)]
+    first, second = executor.wave("stream", [[0, 1, 2, 3], [4]])
+    alone = executor.call(1, "stream", [5, 0])  # rank 0 waits for a request, and serves its shards
+    for got, wanted in ((first, expected[:4]), (second, expected[4:5]), (alone, [expected[5], expected[0]])):
+        assert len(got) == len(wanted) and all(torch.equal(a, b) for a, b in zip(got, wanted))
 
 
 def test_workers_have_their_environment(executor: WaveExecutor) -> None:

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 import zmq
 
+from diffusers_dlo import apply_distributed_layerwise_offload
 from diffusers_dlo.concurrency.executor import WaveExecutor
 from diffusers_dlo.concurrency.messages import encode
+from tests import toys
 
 
 class Service:
@@ -27,6 +29,7 @@ class Service:
 
     def __init__(self, greeting: str) -> None:
         self._greeting = greeting
+        self._model: torch.nn.Module | None = None
 
     def echo(self, payload: Any) -> Any:
         return payload
@@ -54,6 +57,14 @@ class Service:
 
     def unencodable(self, payload: Any) -> Any:
         return {"here": object()}
+
+    def stream(self, seeds: list[int]) -> list[torch.Tensor]:
+        """One forward for each seed, of a model whose weights the ranks share; enabled in the first wave."""
+        if self._model is None:
+            self._model = toys.toy(toys.Stack, 5)
+            apply_distributed_layerwise_offload(self._model, grace=0.2)
+        with torch.no_grad():
+            return [self._model(toys.feed(seed)) for seed in seeds]
 
     def gather(self, value: float) -> list[float]:
         gathered = [torch.empty(1) for _ in range(dist.get_world_size())]

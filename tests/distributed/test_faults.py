@@ -6,6 +6,7 @@ plain processes here, since launchers end the survivors of a killed one themselv
 
 import logging
 import os
+import random
 import signal
 import threading
 import time
@@ -164,65 +165,61 @@ def test_a_rank_that_is_stopped_for_longer_than_the_timeout_is_left_behind_and_g
     assert results[1][2] == "local"
 
 
-def _interrupted(rank: int, size: int, seed: int) -> int:
-    """Ctrl-C at points drawn at random, on one rank; it catches it and goes on."""
-    import random
+class Pest:
+    """Sends SIGINT to this process, at points drawn at random, for a few seconds; `armed` says whether it raises."""
 
-    model, reference = toy(toys.Stack, 4), toy(toys.Stack, 4)
-    handle = apply_distributed_layerwise_offload(model, grace=0.05, timeout=60.0)
-    done = threading.Event()
-    interrupts = 0
-    rng = random.Random(seed)
+    def __init__(self, seed: int, seconds: float) -> None:
+        self.armed = False
+        self.raised = 0
+        self.until = time.monotonic() + seconds
+        self._rng = random.Random(seed)
+        signal.signal(signal.SIGINT, self._handle)
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
-    def pest() -> None:
-        while not done.wait(rng.random() * 0.05):
+    def _handle(self, *_: object) -> None:
+        if self.armed:
+            self.armed = False  # so that none comes while the one before is being caught
+            self.raised += 1
+            raise KeyboardInterrupt
+
+    def _run(self) -> None:
+        while time.monotonic() < self.until:
+            time.sleep(self._rng.random() * 0.03)
             os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=pest, daemon=True)
+
+def _interrupted(rank: int, size: int, seed: int, culprits: tuple[int, ...]) -> int:
+    """Ctrl-C at points drawn at random, on some ranks; they catch it and go on."""
+    model, reference = toy(toys.Stack, 4), toy(toys.Stack, 4)
+    handle = apply_distributed_layerwise_offload(model, grace=0.05, timeout=60.0)
+    with torch.no_grad():
+        expected = [reference(feed(step)) for step in range(7)]
+    pest = Pest(seed, 3.0)
+    if rank in culprits:
+        pest.thread.start()
     step = 0
-    if rank == 0:
-        thread.start()
-    deadline = time.monotonic() + 3
-    going = True
-    while going:
+    while time.monotonic() < pest.until or pest.thread.is_alive():
         try:
-            while time.monotonic() < deadline:
-                with torch.no_grad():
-                    output = model(feed(step % 7))
-                assert torch.equal(output, expected(reference, step % 7)), step
-                step += 1
-            done.set()
-            going = False
+            pest.armed = True
+            with torch.no_grad():
+                output = model(feed(step % 7))
+            pest.armed = False
+            assert torch.equal(output, expected[step % 7]), step
+            step += 1
         except KeyboardInterrupt:
-            interrupts += 1
-    while thread.is_alive():  # its last one may still come
-        try:
-            thread.join()
-            time.sleep(0.01)
-        except KeyboardInterrupt:
-            interrupts += 1
-    report = handle.report()
-    assert report.transfer == "all_gather"
+            pass
+    pest.armed = False
+    assert handle.report().transfer == "all_gather"
     handle.remove()
     with torch.no_grad():
-        assert torch.equal(model(feed(3)), reference(feed(3)))
-    return interrupts
+        assert torch.equal(model(feed(3)), expected[3])
+    return pest.raised
 
 
-_outputs: dict[int, torch.Tensor] = {}
-
-
-def expected(reference: torch.nn.Module, seed: int) -> torch.Tensor:
-    if seed not in _outputs:
-        with torch.no_grad():
-            _outputs[seed] = reference(feed(seed))
-    return _outputs[seed]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_keyboard_interrupts_at_any_point(seed: int) -> None:
-    results = run_ranks(2 + seed % 2, _interrupted, seed)
-    assert results[0] > 10 and not any(results[1:])
+@pytest.mark.parametrize("size,culprits", ((2, (0,)), (3, (1,)), (2, (0, 1)), (3, (0, 1, 2))))
+def test_keyboard_interrupts_at_any_point(size: int, culprits: tuple[int, ...]) -> None:
+    results = run_ranks(size, _interrupted, 10 * size + len(culprits), culprits)
+    assert all((raised > 10) == (rank in culprits) for rank, raised in enumerate(results)), results
 
 
 def _interrupted_and_idle(rank: int, size: int, rooted: bool) -> float:
