@@ -26,7 +26,7 @@ class DeferredInterrupts:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._noted = False
+        self._noted = 0
         self._handler: Callable[[int, FrameType | None], Any] | None = None
 
     def __enter__(self) -> DeferredInterrupts:
@@ -56,30 +56,37 @@ class DeferredInterrupts:
             if handler is not None:
                 signal.signal(signal.SIGINT, handler)
                 if self._noted:
-                    self._noted = False
+                    self._noted = 0
                     signal.raise_signal(signal.SIGINT)
             yield
         finally:
             self._install()
             self._depth = depth
 
-    def deliver(self) -> None:
-        """Lets an interrupt that came meanwhile happen here."""
-        if self._noted and self._handler is not None and threading.current_thread() is threading.main_thread():
-            self._noted = False
+    @property
+    def noted(self) -> bool:
+        """Whether one came that has not been delivered yet."""
+        return self._noted > 0
+
+    def deliver(self, at_least: int = 1) -> None:
+        """Lets an interrupt that came meanwhile happen here, if `at_least` so many did."""
+        if self._handler is None or threading.current_thread() is not threading.main_thread():
+            return
+        if self._noted >= at_least:
+            self._noted = 0
             self._handler(signal.SIGINT, None)
 
     def _install(self) -> None:
         handler = signal.getsignal(signal.SIGINT)
         if handler == self._note:
             return
-        self._noted = False
+        self._noted = 0
         self._handler = handler if callable(handler) else None
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted = True
+        self._noted += 1
 
 
 interrupts = DeferredInterrupts()

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..config import DistributedLayerwiseOffloadConfig
 from ..interrupts import interrupts
-from .control import POLL_SECONDS, GroupLost, RankLost
+from .control import POLL_SECONDS, GroupLost, RankLost, logger
 from .farewell import Farewell
 from .presence import Presence
 from .process_end import in_forked_children
@@ -216,13 +216,24 @@ class Turn:
         self._state.notify_all()
 
     def _wait(self, until: Callable[[], bool], check: Callable[[], None] | None = None) -> None:
-        """Waits, under the lock, which it lets go of meanwhile."""
+        """
+        Waits, under the lock, which it lets go of meanwhile. An interrupt ends it; but where the others pause until
+        this rank has done its part of an agreement, it comes where all ranks hear of it, unless it comes twice.
+        """
+        told = False
         while not until():
             self.check()
             if check is not None:
                 check()
             self._state.wait(POLL_SECONDS)
-            interrupts.deliver()
+            if until():
+                return
+            if self._farewell.pausing and interrupts.noted and not told:
+                told = True
+                logger.warning(
+                    f"rank {self._rank} waits for the other ranks; interrupt it again to leave them waiting"
+                )
+            interrupts.deliver(at_least=2 if self._farewell.pausing else 1)
 
     # What the service thread calls
 
