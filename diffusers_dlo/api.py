@@ -127,7 +127,7 @@ def _enable_in_group(
 ) -> OffloadHandle:
     # Everything below undoes itself: gradients and inference tensors are none of its business.
     with torch.inference_mode(False), torch.no_grad():
-        with world.agreement({}):  # the groups of a mesh, or of several hosts, refuse together
+        with world.agreement({}, interruptible=False):  # the groups of a mesh, or of several hosts, refuse together
             prepared = _prepare(choose, resolved, platform, group)
         return _commit(prepared, resolved, platform, group)
 

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -68,15 +68,16 @@ class World:
         return [json.loads(bytes(d[: int(n)].tolist())) for d, n in zip(all_data, sizes)]
 
     @contextmanager
-    def agreement(self, said: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    def agreement(self, said: dict[str, Any], interruptible: bool = True) -> Iterator[list[dict[str, Any]]]:
         """
         Runs the body on every rank, then exchanges `said`, which the body may fill. If the body raised on any rank,
-        all raise: the culprit its own error, the others the same type with the culprit's rank.
+        all raise: the culprit its own error, the others the same type with the culprit's rank. A body that has
+        agreements of its own is not `interruptible` but in those.
         """
         replies: list[dict[str, Any]] = []
         error: BaseException | None = None
         try:
-            with interrupts.allowed():
+            with interrupts.allowed() if interruptible else nullcontext():
                 yield replies
         except BaseException as caught:
             error = caught
