@@ -15,7 +15,8 @@ from typing import Any
 
 from ..config import DistributedLayerwiseOffloadConfig
 from ..interrupts import interrupts
-from .control import POLL_SECONDS, GroupLost, RankLost, logger
+from .control import POLL_SECONDS, RankLost, logger
+from .ending import Ending
 from .farewell import Farewell
 from .presence import Presence
 from .process_end import in_forked_children
@@ -38,7 +39,7 @@ class Step(enum.Enum):
     ROUND = enum.auto()
 
 
-class Turn:
+class Turn(Ending):
     """
     The state that the main thread of a rank and its service thread share.
 
@@ -57,9 +58,8 @@ class Turn:
         describe: Callable[[Iterable[int]], str],
     ) -> None:
         self.options = options
-        self._rank = rank
+        super().__init__(rank)
         self._wake = wake
-        self._state = threading.Condition(threading.RLock())
         self._owner = Owner.NOBODY
         self._asked: dict[str, Any] | None = None
         self._refusal: str | None = None
@@ -68,10 +68,6 @@ class Turn:
         self._touched = time.monotonic()
         self._presence = Presence()
         self._farewell = Farewell(rank, describe)
-        self._stopping = False
-        self._failure: RankLost | None = None
-        self._end: RankLost | None = None
-        "the failure, once it is known what it has done to this rank"
         self._ending = False
         self.forked = False
         in_forked_children(self.disarm)
@@ -120,20 +116,6 @@ class Turn:
     def driver(self) -> int:
         """The thread that is the main one in the sense of this class: it drove the last lap."""
         return self._driver or threading.main_thread().ident or 0
-
-    def check(self) -> None:
-        """
-        Raises:
-            `RankLost`: there are no passes any more.
-        """
-        if self._failure is not None:
-            with interrupts, self._state:  # what was computed has to be looked at before anybody goes on
-                while self._end is None and not self._stopping:
-                    self._state.wait(POLL_SECONDS)
-                    interrupts.deliver()
-            raise self._end or self._failure
-        if self._stopping:
-            raise GroupLost(f"rank {self._rank} has left the group.")
 
     def request(self, asked: dict[str, Any]) -> None:
         """
@@ -205,11 +187,6 @@ class Turn:
         with interrupts, self._state:
             self._farewell.paused = False
             self._state.notify_all()
-
-    def await_failure(self, seconds: float) -> None:
-        """Waits for the service thread to notice a loss, if it does."""
-        with interrupts, self._state:
-            self._state.wait_for(lambda: self._failure is not None, seconds)
 
     def _notify(self) -> None:
         self._wake()
@@ -331,37 +308,12 @@ class Turn:
             self._farewell.complete(standing=nothing_wanted)
             self._state.notify_all()
 
-    # What both call
-
-    def check_failure(self) -> None:
-        """Raises the failure, if there is one, whatever it has done; also where the thread is to end."""
-        if self._failure is not None:
-            raise self._failure
-        if self._stopping:
-            raise GroupLost(f"rank {self._rank} has left the group.")
-
-    def fail(self, error: RankLost) -> RankLost | None:
-        """Passes are over. The first reason, which stays; None if this rank was about to leave."""
-        with interrupts, self._state:
-            if self._stopping:
-                return None
-            self._failure = self._failure or error
-            self._state.notify_all()
-            return self._failure
-
     def end(self, error: RankLost) -> int | None:
         """
         What the main thread meets from now on. If it is outside of the engine and has been inside, its thread's
         number.
         """
         with self._state:
-            self._end = error
             self._owner = Owner.NOBODY
-            self._state.notify_all()
+            self.settle(error)
             return None if self._driving else self._driver
-
-    def stop(self) -> None:
-        """The service is to end."""
-        with interrupts, self._state:
-            self._stopping = True
-            self._state.notify_all()
