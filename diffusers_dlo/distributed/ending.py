@@ -27,6 +27,7 @@ class Ending:
         self._failure: RankLost | None = None
         self._end: RankLost | None = None
         "the failure, once it is known what it has done to this rank"
+        self._alarm = False
 
     def check(self) -> None:
         """
@@ -38,6 +39,7 @@ class Ending:
                 while self._end is None and not self._stopping:
                     self._state.wait(POLL_SECONDS)
                     interrupts.deliver()
+            self._alarm = False
             raise self._end or self._failure
         if self._stopping:
             raise GroupLost(f"rank {self._rank} has left the group.")
@@ -58,11 +60,17 @@ class Ending:
             self._state.notify_all()
             return self._failure
 
-    def settle(self, error: RankLost) -> None:
-        """What the main thread meets from now on."""
+    def settle(self, error: RankLost, alarm: bool) -> None:
+        """What the main thread meets from now on, and with `alarm` before it goes back to the caller."""
         with self._state:
-            self._end = error
+            self._end, self._alarm = error, alarm
             self._state.notify_all()
+
+    def raise_alarm(self) -> None:
+        """Raises the end of passes if it must not go unheard until the next call."""
+        if self._alarm and self._end is not None:
+            self._alarm = False
+            raise self._end
 
     def await_failure(self, seconds: float) -> None:
         """Waits for the service thread to notice a loss, if it does."""

@@ -250,8 +250,8 @@ class PassService:
                 f"{first} What rank {self._mesh.rank} computed meanwhile may be wrong. Start all ranks again."
             )
             logger.error(str(first))
-        outside = self.turn.end(first)
-        if not intact and outside is not None:
+        outside = self.turn.end(first, intact)
+        if outside is not None:
             _raise_in_thread(outside, str(first))  # before the device goes on with what is wrong
         try:
             self._laps.abort()

@@ -96,6 +96,7 @@ class Turn(Ending):
                 with self._state:
                     self._driving -= 1
                     self._touched = time.monotonic()
+            self.raise_alarm()
 
     @property
     def leaving(self) -> bool:
@@ -308,12 +309,12 @@ class Turn(Ending):
             self._farewell.complete(standing=nothing_wanted)
             self._state.notify_all()
 
-    def end(self, error: RankLost) -> int | None:
+    def end(self, error: RankLost, intact: bool) -> int | None:
         """
-        What the main thread meets from now on. If it is outside of the engine and has been inside, its thread's
-        number.
+        What the main thread meets from now on; at the latest when it leaves the engine, if it is there and what it
+        computed is not `intact`. If it is outside then, the number of its thread.
         """
         with self._state:
             self._owner = Owner.NOBODY
-            self.settle(error)
-            return None if self._driving else self._driver
+            self.settle(error, alarm=not intact and self._driving > 0)
+            return None if intact or self._driving else self._driver

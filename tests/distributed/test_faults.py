@@ -11,14 +11,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from diffusers.utils import logging as diffusers_logging
+from safetensors.torch import load_file, save_file
 
 from diffusers_dlo import apply_distributed_layerwise_offload
 from diffusers_dlo.distributed import control, pass_service
+from diffusers_dlo.distributed.control import RankLost
+from diffusers_dlo.gather_lane import GatherLane
 from tests import toys
 from tests.ranks import run_ranks
 from tests.toys import feed, toy
@@ -58,10 +62,13 @@ def left_behind() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "diffusers_dlo" in thread.name]
 
 
-def _killed(rank: int, size: int, where: str, host: str) -> tuple[float, list[str], str]:
+def _killed(rank: int, size: int, where: str, host: str, path: str) -> tuple[float, list[str], str]:
     heard = Heard()
     model, reference = toy(toys.Stack, 5), toy(toys.Stack, 5)
+    if host == "mapped":
+        model.load_state_dict(load_file(path), assign=True)
     handle = apply_distributed_layerwise_offload(model, host=host, timeout=60.0, grace=0.2)
+    assert handle.report().host_kind == host
     with torch.no_grad():
         assert torch.equal(model(feed(0)), reference(feed(0)))
         if rank == 1:
@@ -86,10 +93,15 @@ def _killed(rank: int, size: int, where: str, host: str) -> tuple[float, list[st
     return taken, heard.saying("goes on by itself"), report.transfer
 
 
-@pytest.mark.parametrize("where", ("in a block", "between forwards", "with a child"))
+@pytest.mark.parametrize(
+    "host,where",
+    (("packed", "in a block"), ("packed", "between forwards"), ("packed", "with a child"), ("mapped", "in a block")),
+)
 @pytest.mark.parametrize("size", (2, 3))
-def test_survivors_of_a_killed_rank_finish_by_themselves(size: int, where: str) -> None:
-    results = run_ranks(size, _killed, where, "packed", expect_death=(1,))
+def test_survivors_of_a_killed_rank_finish_by_themselves(size: int, host: str, where: str, tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file(toy(toys.Stack, 5).state_dict(), path)
+    results = run_ranks(size, _killed, where, host, str(path), expect_death=(1,))
     for rank in set(range(size)) - {1}:
         taken, warnings, transfer = results[rank]
         assert taken < (15 if where != "with a child" else 4) and transfer == "local"
@@ -272,3 +284,44 @@ def _blocks_without_a_root(rank: int, size: int) -> float:
 
 def test_a_lap_that_is_left_without_a_word_is_completed_after_a_grace() -> None:
     assert run_ranks(2, _blocks_without_a_root)[0] < 2
+
+
+def _spoilt(rank: int, size: int, where: str) -> str:
+    """A device had begun to compute with a block that will never arrive: the rank hears of it wherever it is."""
+    heard = Heard()
+    model = toy(toys.Stack, 5)
+    handle = apply_distributed_layerwise_offload(model, grace=0.2)
+    with torch.no_grad():
+        model(feed(0))
+        if rank == 1:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        GatherLane.is_intact = lambda lane: False  # what a device with streams would say
+        if (
+            where == "in the engine"
+        ):  # which is where the main thread is when the loss is noticed, and asks for nothing
+            release = GatherLane.release
+
+            def slowly(lane: GatherLane, block: object) -> None:
+                release(lane, block)
+                time.sleep(3)
+
+            GatherLane.release = slowly
+        with pytest.raises(RankLost) as caught:
+            if where == "in the engine":
+                model.blocks[0](feed(0))
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                time.sleep(0.01)
+        for _ in range(2):
+            with pytest.raises(RankLost, match="may be wrong"):
+                model(feed(1))
+        handle.remove()
+    assert len(heard.saying("may be wrong")) >= 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ("in a loop of the user's", "in the engine"))
+def test_what_may_be_wrong_is_an_error_wherever_the_rank_is(where: str) -> None:
+    text = run_ranks(2, _spoilt, where, expect_death=(1,))[0]
+    assert "rank 1" in text and "What rank 0 computed meanwhile may be wrong" in text
