@@ -25,6 +25,7 @@ from .checkpoint.mapped import FileRange, FileStamp, Located, locate_tensors
 from .comparison import compare, digest_of, sample_weights
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform, get_platform, resolve_device
+from .distributed.control import RankLost
 from .distributed.group import OffloadGroup, World, form_group, introduce, join_world, local_rank, open_gather
 from .engine import Engine
 from .guards import is_guarded
@@ -110,12 +111,12 @@ def _enable(
             raise error
         assert resolved is not None
         platform = get_platform(resolve_device(resolved.onload_device, local_rank()))  # type: ignore[arg-type]
-        said.update(introduce(resolved.mesh))
+        said.update(introduce(resolved.mesh, None if resolved.transfer == "local" else platform.known_backend))
     group = form_group(world, introductions, timeout)
     # What was dropped on one rank only would make the ranks' engines differ.
     gc.collect()
-    with pausing(group):
-        return _enable_in_group(choose, resolved, world, platform, group)
+    with pausing(group) as failure:
+        return _enable_in_group(choose, resolved, world, platform, group, failure)
 
 
 def _enable_in_group(
@@ -124,11 +125,12 @@ def _enable_in_group(
     world: World,
     platform: Platform,
     group: OffloadGroup,
+    failure: RankLost | None,
 ) -> OffloadHandle:
     # Everything below undoes itself: gradients and inference tensors are none of its business.
     with torch.inference_mode(False), torch.no_grad():
         with world.agreement({}, interruptible=False):  # the groups of a mesh, or of several hosts, refuse together
-            prepared = _prepare(choose, resolved, platform, group)
+            prepared = _prepare(choose, resolved, platform, group, failure)
         return _commit(prepared, resolved, platform, group)
 
 
@@ -158,9 +160,12 @@ def _prepare(
     config: DistributedLayerwiseOffloadConfig,
     platform: Platform,
     group: OffloadGroup,
+    failure: RankLost | None,
 ) -> _Prepared:
     said: dict[str, Any] = {}
     with group.agreement("enable: plan", said) as replies:
+        if failure is not None:
+            raise failure
         selection = choose(config)
         located = _validate(selection, transfers_of(selection, config, group.size))
         found = find_all(selection, config)

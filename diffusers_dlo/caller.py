@@ -1,25 +1,18 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns what a thread is doing, as its stack says: whether a call is still running (torch runs no hooks after a
-KeyboardInterrupt), and whether it waits in a collective. Must not keep a frame longer than its owner wants: a frame
-keeps what it computes with.
+Owns whether a call is still running: torch runs no hooks after a KeyboardInterrupt, so its frame is looked for on the
+stack. Must not keep a frame longer than its owner wants: a frame keeps what it computes with.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
 from types import FrameType
 
-import torch.distributed as dist
 from torch import nn
 
-from .distributed import control
 
-
-_COLLECTIVES = (dist.distributed_c10d.__file__, control.__file__)
-"""Whatever waits for other ranks is called from one of these files."""
 _CALL_IMPL = nn.Module._call_impl.__code__
 
 
@@ -59,23 +52,3 @@ def _is_under(frame: FrameType | None, wanted: FrameType) -> bool:
     while frame is not None and frame is not wanted:
         frame = frame.f_back
     return frame is not None
-
-
-class CollectiveWatch:
-    """How long a thread has been in one and the same collective, as far as one has looked."""
-
-    def __init__(self) -> None:
-        self._seen: tuple[int, float] | None = None
-
-    def seconds(self, thread: int) -> float:
-        """Seconds since the collective was first seen in which `thread` is now; 0 if it is in none."""
-        frame = sys._current_frames().get(thread)
-        while frame is not None and frame.f_code.co_filename not in _COLLECTIVES:
-            frame = frame.f_back
-        if frame is None:
-            self._seen = None
-            return 0.0
-        now = time.monotonic()
-        if self._seen is None or self._seen[0] != id(frame):
-            self._seen = id(frame), now
-        return now - self._seen[1]

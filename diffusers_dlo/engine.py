@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .caller import Caller, find_caller
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform
-from .distributed.control import GroupLost, RankLost, logger
+from .distributed.control import GroupEnded, GroupLost, RankLost, logger
 from .distributed.group import OffloadGroup
 from .distributed.process_end import before_exit
 from .gather_lane import GatherLane
@@ -57,13 +57,13 @@ class Engine:
         lane = self.lanes.get(transfer)
         if lane is None:
             if transfer == "all_gather":
-                lane = GatherLane(self.platform, self.counters, self.group, config, self._drop)
+                lane = GatherLane(self.platform, self.counters, self.group, config, self._forget, self._close_store)
                 before_exit(self.leave_group)
             else:
                 lane = LocalLane(self.platform, self.counters)
             self.lanes[transfer] = lane
-        elif isinstance(lane, GatherLane) and lane.service is not None:
-            lane.service.turn.options = config
+        elif isinstance(lane, GatherLane):
+            lane.reconfigure(config)
         self._components[component.name] = component
         lane.add(component, config.slots)
 
@@ -96,13 +96,20 @@ class Engine:
             if isinstance(lane, GatherLane) and component.name in lane.components:
                 lane.abandon(component)  # ranks collect garbage at different times
             else:
-                self._drop(component)
+                self.detach(component, shrink=False)
+                self._close_store(component)
 
-    def _drop(self, component: Component) -> None:
-        """No rank needs a component any more."""
-        self.detach(component, shrink=False)
+    def _forget(self, component: Component) -> None:
+        """No rank needs a component any more. Called by the service thread too: it must not wait, nor iterate."""
+        self._components.pop(component.name, None)
+        lane = self.lanes.get(component.plan.transfer)
+        if lane is not None and not lane.components:
+            self.lanes.pop(lane.transfer, None)
+
+    def _close_store(self, component: Component) -> None:
+        """Closes the store of a component, unless another one's weights are in it too."""
         store = component.store
-        if all(unit.store is not store for other in self._components.values() for unit in other.units):
+        if all(unit.store is not store for other in list(self._components.values()) for unit in other.units):
             store.close()
 
     @property
@@ -144,10 +151,10 @@ class Engine:
             self._open.pop()
         if not self._open:
             self._bury()
-            for lane in self.lanes.values():
+            for lane in list(self.lanes.values()):
                 with lane.driving():
                     lane.let_go_all()
-            for other in self._components.values():
+            for other in list(self._components.values()):
                 self._leaves.let_go(other.leaves)
 
     def leave(self, component: Component, complete: bool) -> None:
@@ -249,10 +256,13 @@ class Engine:
         lane = self.lanes.get("all_gather")
         if isinstance(lane, GatherLane) and lane.service is not None:
             try:
-                with lane.driving():
-                    lane.join(leaving=True)
+                if not lane.service.turn.failed:  # which this rank has been told, or will be
+                    with lane.driving():
+                        lane.join(leaving=True)
+            except GroupEnded:
+                pass  # nobody needs this rank
             except RuntimeError as error:
-                logger.warning(f"Leaving without the other ranks: {error}")
+                logger.warning(f"rank {self.group.rank} leaves without the other ranks: {error}")
             except KeyboardInterrupt:
                 logger.warning(f"rank {self.group.rank} was interrupted, and leaves while others may need its shards")
             finally:
@@ -271,12 +281,12 @@ class Engine:
         for component in components:
             if not all(component.store.is_whole(unit.key) for unit in component.units):
                 raise RankLost(
-                    f"Streaming by all_gather has stopped: {lost} The weights of '{component.name}' are 'pinned', a "
-                    'shard on each rank, so no rank can go on. Start all ranks again; with host="packed" the others '
-                    "finish their work."
+                    f"rank {self.group.rank}: streaming by all_gather has stopped: {lost} The weights of "
+                    f"'{component.name}' are 'pinned', a shard on each rank, so no rank can go on. Start all ranks "
+                    'again; with host="packed" the others finish their work.'
                 ) from lost
         logger.warning(
-            f"Rank {self.group.rank} goes on by itself and copies whole blocks from now on, as with "
+            f"rank {self.group.rank} goes on by itself and copies whole blocks from now on, as with "
             f'transfer="local", because the group is broken: {lost}'
         )
         del self.lanes["all_gather"]
@@ -284,7 +294,7 @@ class Engine:
         local = self.lanes.setdefault("local", LocalLane(self.platform, self.counters))
         for component in components:
             component.go_local()
-            local.add(component, lane.num_slots)
+            local.admit(component, lane.num_slots)  # slots are made as they are needed, which may fail
 
     def _lane_of(self, component: Component) -> Lane:
         return self.lanes[component.plan.transfer]

@@ -42,6 +42,7 @@ class GatherLane(Lane):
         group (`OffloadGroup`): the ranks.
         options (`DistributedLayerwiseOffloadConfig`): how patient they are with each other.
         on_dropped (`Callable[[Component], None]`): told of an abandoned component that no rank needs any more.
+        on_freed (`Callable[[Component], None]`): told of it again once nothing uses its store any more.
     """
 
     transfer = "all_gather"
@@ -53,6 +54,7 @@ class GatherLane(Lane):
         group: OffloadGroup,
         options: DistributedLayerwiseOffloadConfig,
         on_dropped: Callable[[Component], None],
+        on_freed: Callable[[Component], None],
     ) -> None:
         super().__init__(platform, counters, group.rank, group.size)
         self._group = group
@@ -60,11 +62,13 @@ class GatherLane(Lane):
         self._lap: Lap | None = None
         self._plan = LapPlan()
         self._on_dropped = on_dropped
+        self._on_freed = on_freed
+        self._dropped: list[Component] = []
         self._abandoned: set[str] = set()
         self._caller: Caller | None = None
         self.service: PassService | None = None
         if group.passes is not None:
-            self.service = PassService(group.passes, self, options)
+            self.service = PassService(group.passes, self, options, group.world.rank)
             self.service.start()
 
     # What hooks call, on the main thread
@@ -109,7 +113,9 @@ class GatherLane(Lane):
         This rank computes a component no more. Its part of the passes that others ask for goes on until none does.
         """
         if self.service is None:
+            super().remove(component, shrink=False)
             self._on_dropped(component)
+            self._on_freed(component)
             return
         if self.service.turn.forked:
             return
@@ -118,6 +124,14 @@ class GatherLane(Lane):
             self._abandoned.add(component.name)
         if self._abandoned == set(self.components):
             self.service.turn.say_goodbye()
+
+    def reconfigure(self, config: DistributedLayerwiseOffloadConfig) -> None:
+        """Other options from now on."""
+        if self.service is not None:
+            self.service.turn.options = config
+
+    def _confirm(self) -> None:
+        self._check()  # a loss that was noticed meanwhile found this slot unused, and its gather may never arrive
 
     def close(self) -> None:
         """Ends the service and gives the slots back. Idempotent."""
@@ -327,15 +341,28 @@ class GatherLane(Lane):
 
     def all_joined(self, replies: list[dict[str, Any]]) -> tuple[bool, bool]:
         for name in sorted(set.intersection(*(set(reply["abandoned"]) for reply in replies))):
-            component = self.components[name]
-            super().remove(component, shrink=False)
+            component = self.components.pop(name)
             self._abandoned.discard(name)
+            self._dropped.append(component)
+            if self.ring is not None:
+                self.ring.forget(name)
+            self._plan.forget()
             self._on_dropped(component)
         return not self.components, self._abandoned == set(self.components)
+
+    def free_dropped(self) -> None:
+        if not self.components:
+            self._drop_ring()
+        while self._dropped:
+            component = self._dropped.pop()
+            for block in component.blocks:
+                block.views = []
+            self._on_freed(component)
 
     def is_intact(self) -> bool:
         return self.ring is None or self.platform.waits_on_host or self.ring.become_right(_SETTLE_SECONDS)
 
     def abort(self) -> None:
-        if self._group.gather is not None:
+        # A host's own waits are bounded, and its collectives fail by themselves.
+        if self._group.gather is not None and not self.platform.waits_on_host:
             self._group.gather.abort()

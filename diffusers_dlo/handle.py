@@ -78,8 +78,9 @@ class OffloadHandle:
     def join(self) -> None:
         """
         Tells the other ranks that this one has no more work, and returns when all have joined. Its shards are
-        transferred for them meanwhile, as they are without it; but nobody waits for a grace for a rank that has
-        joined. More work may follow. It happens by itself when an offload is removed and when the process ends.
+        transferred for them meanwhile, as they are without it; but they do not wait the `grace` for a rank that has
+        joined. More work may follow, if the others have not ended. It happens by itself when an offload is removed
+        and when the process ends.
 
         Raises:
             `RuntimeError`: the shards of a rank are lost with it, and no rank has all weights; the message names it.
@@ -106,7 +107,7 @@ class OffloadHandle:
                     self._engine.join(pause=True)
                     self._agree_to_remove()
                 except RankLost as error:
-                    logger.warning(f"Disabling without the other ranks: {error}")
+                    logger.warning(f"rank {self._engine.group.rank} disables without the other ranks: {error}")
                 self._remove(self._store)
             finally:
                 self._engine.resume()

@@ -42,6 +42,7 @@ class DeferredInterrupts:
             if self._depth == 0 and self._handler is not None:
                 signal.signal(signal.SIGINT, self._handler)
                 if self._noted:
+                    self._noted = 0
                     signal.raise_signal(signal.SIGINT)
 
     @contextmanager
@@ -60,8 +61,8 @@ class DeferredInterrupts:
                     signal.raise_signal(signal.SIGINT)
             yield
         finally:
-            self._install()
             self._depth = depth
+            self._install()
 
     @property
     def noted(self) -> bool:

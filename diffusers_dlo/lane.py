@@ -65,6 +65,12 @@ class Lane:
         else:
             self._fit_ring()
 
+    def admit(self, component: Component, num_slots: int) -> None:
+        """As `add`, and slots are made at the next use."""
+        self.components[component.name] = component
+        self.num_slots = max(self.num_slots, num_slots)
+        self._drop_ring()
+
     def remove(self, component: Component, shrink: bool = True) -> None:
         """
         Lets a component go, and the ring with the last one. The ring is made anew for those that stay, unless `shrink`
@@ -147,6 +153,7 @@ class Lane:
             self._fetch_ahead(component, block)
             self.platform.compute_wait(slot.fence)
             slot.used = True
+            self._confirm()
             block.point(block.views[slot.index].tensors)
         except BaseException:
             self._let_go([block])
@@ -171,7 +178,7 @@ class Lane:
 
     def let_go_all(self) -> None:
         """No forward is open: whatever an interrupted one left held is let go."""
-        for component in self.components.values():
+        for component in list(self.components.values()):
             self._let_go(component.blocks)
 
     def finish(self) -> None:
@@ -195,6 +202,9 @@ class Lane:
     def _fetch_ahead(self, component: Component, block: Unit) -> None:
         """Fetches what comes after `block` into the slots that are free for it."""
         raise NotImplementedError
+
+    def _confirm(self) -> None:
+        """Raises if what a slot holds is not to be trusted any more, now that it is going to be used."""
 
     def _settle(self, slot: Slot) -> None:
         """On devices without streams: waits until what a slot is to hold is there."""

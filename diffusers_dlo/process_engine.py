@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from .device.platform import Platform
+from .distributed.control import RankLost
 from .distributed.group import OffloadGroup
 from .engine import Engine
 from .units import Unit
@@ -38,13 +39,20 @@ def get_engine(platform: Platform, group: OffloadGroup) -> Engine:
 
 
 @contextmanager
-def pausing(group: OffloadGroup) -> Iterator[None]:
-    """While ranks change what streams, none begins a pass. All ranks of `group` enter it together."""
+def pausing(group: OffloadGroup) -> Iterator[RankLost | None]:
+    """
+    While ranks change what streams, none begins a pass. All ranks of `group` enter it together. Why this one could
+    not pause, for the agreement that follows, or None.
+    """
     engine = _engine if _engine is not None and _engine.group is group else None
+    failure: RankLost | None = None
     if engine is not None:
-        engine.join(pause=True)
+        try:
+            engine.join(pause=True)
+        except RankLost as error:
+            failure = error
     try:
-        yield
+        yield failure
     finally:
         if engine is not None:
             engine.resume()

@@ -256,8 +256,10 @@ class WaveExecutor:
             if self._closing:
                 raise RuntimeError(f"{what}: the WaveExecutor was shut down while replies were waited for.")
             received = self._workers.receive(min(left, _POLL_SECONDS))
-            if received is None:  # so all that a dead worker had sent has been read
-                deaths = {rank: self._workers.death(rank) for rank in waiting}
+            deaths = {rank: self._workers.death(rank) for rank in waiting} if received is None else {}
+            if any(deaths.values()):
+                received = self._workers.receive(0)  # the last of what a dead worker had sent
+            if received is None:
                 errors |= {rank: WorkerError("WorkerDied", death) for rank, death in deaths.items() if death}
             else:
                 rank, data = received

@@ -82,10 +82,10 @@ def generate_concurrently(
         others were computed. `RuntimeError`: a rank is gone.
     """
     handle: OffloadHandle | None = getattr(pipe, "distributed_layerwise_offload", None)
-    if handle is not None:
-        handle.join()  # a rank with forwards left from before the wave is served, instead of waited for
+    # A rank with forwards left from before the wave is served, instead of waited for.
+    failure = _join(handle)
     wire = _connect(handle)
-    jobs = _agree(wire, pipe, requests, strict, gather)
+    jobs = _agree(wire, pipe, requests, strict, gather, failure)
 
     wave = _Wave(len(jobs))
     for index in range(wire.rank, len(jobs), wire.size):
@@ -93,8 +93,8 @@ def generate_concurrently(
             wave.results[index] = pipe(**jobs[index])
         except Exception as error:
             wave.fail(index, error)
-    if handle is not None:
-        handle.join()
+    failure = _join(handle)
+    raise_agreed(failure, [reply["error"] for reply in wire.exchange("the join", {"error": describe_error(failure)})])
     _share(wire, wave, gather)
     if wave.failures:
         raise wave.error(wire.size) from wave.cause
@@ -126,7 +126,7 @@ class _Wave:
         failures = dict(sorted(self.failures.items()))
         lines = [f"request {index} on rank {index % size}: {text}" for index, text in failures.items()]
         return ConcurrentGenerationError(
-            "\n".join([f"{len(lines)} of {len(self.results)} requests failed; 'results' has the others.", *lines]),
+            "\n".join([f"{len(lines)} of {len(self.results)} requests failed; 'results' has what there is.", *lines]),
             self.results,
             failures,
         )
@@ -209,12 +209,26 @@ def _connect(handle: OffloadHandle | None) -> _Wire:
     return _wire
 
 
-def _agree(wire: _Wire, pipe: Any, requests: Any, strict: Any, gather: Any) -> list[dict[str, Any]]:
+def _join(handle: OffloadHandle | None) -> Exception | None:
+    """Joins the other ranks; an error, which they must hear of instead of waiting for this one."""
+    try:
+        if handle is not None:
+            handle.join()
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def _agree(
+    wire: _Wire, pipe: Any, requests: Any, strict: Any, gather: Any, failure: Exception | None
+) -> list[dict[str, Any]]:
     """The requests, once all ranks have the same and may compute them. Raises alike on every rank."""
     said: dict[str, Any] = {}
     error: Exception | None = None
     jobs: list[dict[str, Any]] = []
     try:
+        if failure is not None:
+            raise failure
         jobs = check_arguments(pipe, requests, strict, gather)
         said = {"options": [len(jobs), gather, strict], "requests": describe(jobs)}
         said["complaint"] = unequal(jobs) if strict else None

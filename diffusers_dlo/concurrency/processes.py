@@ -67,8 +67,8 @@ class WorkerProcesses:
         self._owner = os.getpid()
         self._launched: SubprocessContext | None = None
         self._ranks = {identity(rank): rank for rank in range(size)}
-        self._folder = tempfile.mkdtemp(prefix="diffusers_dlo-")  # of mode 0700
         self._context = zmq.Context()
+        self._folder = tempfile.mkdtemp(prefix="diffusers_dlo-")  # of mode 0700
         try:
             self._socket = self._context.socket(zmq.ROUTER)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)

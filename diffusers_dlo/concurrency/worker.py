@@ -31,6 +31,7 @@ import torch.distributed as dist
 import zmq
 
 from ..device.platform import default_device, get_platform
+from ..distributed.group import stay_on_host
 from .messages import decode, encode
 
 
@@ -139,9 +140,7 @@ def main(folder: str, rank: int, size: int, parent: int) -> None:
     # Ctrl-C is for the parent, which decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
-    # Collectives of the ranks of one host stay on it.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    stay_on_host()
     worker = Worker(folder, rank, size)
     context = zmq.Context()
     try:

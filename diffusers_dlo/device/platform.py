@@ -45,6 +45,11 @@ class Platform:
         return True
 
     @property
+    def queues_variable(self) -> str | None:
+        """The environment variable that says how many hardware queues the streams of a process share, if any does."""
+        return None
+
+    @property
     def backend(self) -> str:
         """The name of the collective backend of this device."""
         if self.device.type not in _BACKENDS:
@@ -52,6 +57,11 @@ class Platform:
                 f"No collective backend is known for '{self.device.type}' devices; use transfer=\"local\"."
             )
         return _BACKENDS[self.device.type]
+
+    @property
+    def known_backend(self) -> str | None:
+        """`backend`, None if none is known."""
+        return _BACKENDS.get(self.device.type)
 
     def new_stream(self, high_priority: bool = False) -> Stream:
         """A stream of its own; of high priority where the device has priorities."""
@@ -181,6 +191,10 @@ class CudaPlatform(AcceleratorPlatform):
     @property
     def registers_host_memory(self) -> bool:
         return True
+
+    @property
+    def queues_variable(self) -> str | None:
+        return "CUDA_DEVICE_MAX_CONNECTIONS"
 
     def register_host_memory(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self.device):  # a registration belongs to the context that is current

@@ -39,10 +39,14 @@ class GroupLost(RankLost):
     """A rank is gone or late, and nothing else is wrong: whoever has the whole weights may go on without the group."""
 
 
+class GroupEnded(GroupLost):
+    """A rank is gone, after all had said that they were done."""
+
+
 class ControlMesh:
     """
     Messages among the ranks of one group. Every rank calls the same sequence of `exchange`; each returns when all have
-    called it, with what each said. Used by one thread at a time, but for `wake` and `check`.
+    called it, with what each said. Used by one thread at a time, but for `wake`, `leave` and what only looks.
 
     Args:
         rank (`int`): this rank's index in the group.
@@ -85,10 +89,11 @@ class ControlMesh:
         """Whether all ranks still agree on the order of what they say. An exchange that is going on is no fault."""
         return self._failed is None
 
-    def exchange(self, kind: str, **payload: Any) -> list[dict[str, Any]]:
+    def exchange(self, kind: str, what: str | None = None, **payload: Any) -> list[dict[str, Any]]:
         """
         Tells every rank `kind` and `payload` and returns what each said, by rank, this one's own included. A text
-        under `doing` is what the others say of this rank if it does not answer any more.
+        under `doing` is what the others say of this rank if it does not answer any more; `what` names the agreement in
+        this one's own messages.
 
         Raises:
             `RankLost`: a rank is gone or did not answer within the timeout; the message names it.
@@ -104,7 +109,7 @@ class ControlMesh:
             raise RuntimeError(f"rank {self.rank}: a control message of {len(message)} bytes exceeds {_MAX_MESSAGE}")
         try:
             self._send(message)
-            replies = self._receive_all(kind)
+            replies = self._receive_all(kind, what or f"'{kind}'")
             self._check_nobody_gave_up()
         except RankLost as error:
             self.give_up(error)
@@ -167,6 +172,11 @@ class ControlMesh:
         self._check_nobody_gave_up()
         self._check_alive()
 
+    def leave(self) -> None:
+        """This rank waits for nobody any more: ends an exchange, from whatever thread."""
+        self.leaving = True
+        self.wake()
+
     def let_leave(self, peer: int) -> None:
         """Rank `peer` may end from now on: that it is gone matters to the next exchange only."""
         self._leaving.add(peer)
@@ -226,8 +236,8 @@ class ControlMesh:
 
     def _ended(self, peer: int) -> GroupLost:
         if peer in self._leaving:
-            return GroupLost(f"rank {peer} is finished: all ranks had joined, and its process ended.")
-        return GroupLost(f"{self.describe([peer])} has ended. Look for its traceback.")
+            return GroupEnded(f"rank {peer} is finished: all ranks had joined, and its process ended.")
+        return GroupLost(f"{self.describe([peer])} has ended. Look for its traceback; one that was killed has none.")
 
     def _check_nobody_gave_up(self) -> None:
         """A rank that gave up waiting for this one has said its part of the round, and that it gave up, after it."""
@@ -240,7 +250,7 @@ class ControlMesh:
             why = f"{said['why']} (as another rank says)"
             raise RankLost(why) if said.get("final", True) else GroupLost(why)
 
-    def _receive_all(self, kind: str) -> dict[int, dict[str, Any]]:
+    def _receive_all(self, kind: str, what: str) -> dict[int, dict[str, Any]]:
         replies: dict[int, dict[str, Any]] = {}
         start = time.monotonic()
         warned = False
@@ -269,12 +279,12 @@ class ControlMesh:
             late = sorted(set(self._sockets) - set(replies))
             if late and waited > self.timeout:
                 raise GroupLost(
-                    f"rank {self.rank} waited {waited:.0f} s at '{kind}' for {self.describe(late[:1])}, which did not "
+                    f"rank {self.rank} waited {waited:.0f} s at {what} for {self.describe(late[:1])}, which did not "
                     "answer. Look for its traceback, or raise 'timeout' if it is only slow."
                 )
             if late and waited > LATE_SECONDS and not warned:
                 warned = True
-                logger.warning(f"rank {self.rank} has waited {waited:.0f} s at '{kind}' for {self.describe(late)}")
+                logger.warning(f"rank {self.rank} has waited {waited:.0f} s at {what} for {self.describe(late)}")
         return replies
 
     def _receive(self, peer: int, kind: str) -> dict[str, Any]:
@@ -317,12 +327,12 @@ class ControlMesh:
         """Closes every socket; the other ranks see this rank as gone. Idempotent."""
         for connection in self._sockets.values():
             connection.close()
-        for fd in (*self._pidfds.values(), self._wake_fd):
+        wake_fd, self._wake_fd = self._wake_fd, -1
+        for fd in (*self._pidfds.values(), wake_fd):
             if fd >= 0:
                 os.close(fd)
         self._sockets.clear()
         self._pidfds.clear()
-        self._wake_fd = -1
         self._failed = self._failed or GroupLost(f"rank {self.rank} has left the group")
 
 

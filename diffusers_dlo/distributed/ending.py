@@ -29,6 +29,11 @@ class Ending:
         "the failure, once it is known what it has done to this rank"
         self._alarm = False
 
+    @property
+    def failed(self) -> bool:
+        """Whether passes are over for another reason than that this rank leaves."""
+        return self._failure is not None
+
     def check(self) -> None:
         """
         Raises:

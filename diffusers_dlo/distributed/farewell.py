@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from .control import LATE_SECONDS, POLL_SECONDS, RankLost, logger
+from .control import LATE_SECONDS, RankLost, logger
 
 
 _AGAIN_SECONDS = 1.0
@@ -44,21 +44,24 @@ class Farewell:
         self.unneeded = False
         self._told = 0
         self._waiting = 0
+        self._interrupted: bool | None = None
+        "whether the join that was interrupted was a pausing one; None if none was"
+        self._warned = False
         self._rank = rank
         self._describe = describe
         self._begun = self._last_round = self._last_said = time.monotonic()
         self._not_joined: Sequence[int] = ()
 
-    @property
-    def was_completed(self) -> bool:
-        """Whether a join that was interrupted has been completed since."""
-        return self.completed > self._told
+    def was_completed(self, pause: bool) -> bool:
+        """Whether a join of this kind that was interrupted has been completed since."""
+        return self.completed > self._told and self._interrupted is pause
 
     def begin(self, pause: bool = False, leaving: bool = False) -> int:
         """This rank is done. The number of joins completed before."""
         self.wanted = self.to_be_said = True
         self.pausing, self.leaving, self.unneeded = pause, leaving, False
         self._begun = self._last_round = self._last_said = time.monotonic()
+        self._interrupted, self._warned = None, False
         return self.completed
 
     @contextmanager
@@ -67,6 +70,9 @@ class Farewell:
         self._waiting += 1
         try:
             yield
+        except BaseException:
+            self._interrupted = self.pausing
+            raise
         finally:
             self._waiting -= 1
             self.pausing = self.leaving = False
@@ -79,9 +85,21 @@ class Farewell:
         self.wanted = self.to_be_said = self._waiting > 0
         self.told()
 
+    def said(self) -> None:
+        """This rank has answered BYE."""
+        self.to_be_said = False
+
+    def pause(self) -> None:
+        """The service rests."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """The service goes on."""
+        self.paused = False
+
     def told(self) -> None:
         """The caller of `join` knows of all that were completed."""
-        self._told = self.completed
+        self._told, self._interrupted = self.completed, None
 
     def heard(self, not_joined: Sequence[int], stuck: Collection[int]) -> None:
         """
@@ -95,6 +113,8 @@ class Farewell:
         self.wanted, self.to_be_said = standing, False
         self.paused |= self.pausing
         self.completed += 1
+        if not self._waiting and self._interrupted is None:
+            self._told = self.completed  # nobody will ask
 
     def check(self, timeout: float, idle: bool) -> None:
         """
@@ -109,7 +129,8 @@ class Farewell:
             # The others answer, so they live, and may need this rank for as long as they like.
             if now - self._last_said > _AGAIN_SECONDS:
                 self._last_said, self.to_be_said = now, True
-            if LATE_SECONDS < whole <= LATE_SECONDS + POLL_SECONDS:
+            if whole > LATE_SECONDS and not self._warned:
+                self._warned = True
                 logger.warning(
                     f"rank {self._rank} is done, and stays to transfer its shards for "
                     f"{self._describe(self._not_joined)}"

@@ -162,6 +162,10 @@ def raise_agreed(own: BaseException | None, errors: Sequence[list[str] | None]) 
 
 _world: World | None = None
 _groups: dict[tuple[int, ...], OffloadGroup] = {}
+_gather_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"by their ranks; the same keys on all ranks of the world"
+_MARGIN_SECONDS = 30.0
+"""By so much a device's own limit is longer than the timeout, after which ranks are lost by name."""
 
 
 def local_rank() -> int | None:
@@ -198,6 +202,7 @@ def join_world(device_type: str, timeout: float) -> World:
                 "The launcher started several processes, but accelerate did not connect them. Create "
                 "accelerate.PartialState() (with cpu=True on the CPU) before enabling."
             )
+    _warn_of_lone_state()
     default = dist.group.WORLD
     if _world is None or _world.default is not default:
         size = dist.get_world_size()
@@ -206,7 +211,21 @@ def join_world(device_type: str, timeout: float) -> World:
         for old in _groups.values():
             old.close()
         _groups.clear()
+        _gather_groups.clear()
     return _world
+
+
+def _warn_of_lone_state() -> None:
+    """On the CPU, accelerate takes part in torch's world only when told to; every rank would do all the work."""
+    from accelerate import PartialState
+
+    known = PartialState._shared_state.get("num_processes")
+    if known == 1 and dist.get_world_size() > 1:
+        logger.warning(
+            f"accelerate.PartialState() believes that it is alone among {dist.get_world_size()} ranks: "
+            "'split_between_processes' would give each of them all of the work. Create it with cpu=True, or after "
+            "enabling."
+        )
 
 
 def mesh_ranks(mesh: DeviceMesh | None) -> list[int] | None:
@@ -228,13 +247,16 @@ def host_identity() -> str:
         return socket.gethostname()
 
 
-def introduce(mesh: DeviceMesh | None) -> dict[str, Any]:
-    """What a rank tells the world about itself, for `form_group`."""
+def introduce(mesh: DeviceMesh | None, backend: str | None = None) -> dict[str, Any]:
+    """
+    What a rank tells the world about itself, for `form_group`; `backend` is that of its gathers, if it may have any.
+    """
     return {
         "host": host_identity(),
         "pid": os.getpid(),
         "secret": secrets.token_hex(16),
         "mesh": mesh_ranks(mesh),
+        "backend": backend,
         "spent": [list(ranks) for ranks, group in _groups.items() if not group.usable],
     }
 
@@ -258,8 +280,13 @@ def form_group(world: World, introductions: Sequence[dict[str, Any]], timeout: f
                 "host in a row; ranks of other hosts are replicas."
             )
     ranks = tuple(rows[world.rank])
-    if any(list(ranks) in introductions[rank]["spent"] for rank in ranks):
-        _groups.pop(ranks, None)  # not closed: what is enabled in it is still to be disabled
+    for row in sorted({tuple(row) for row in rows if len(row) > 1}):
+        if any(list(row) in introductions[rank]["spent"] for rank in row):
+            _gather_groups.pop(row, None)
+            _groups.pop(row, None)  # not closed: what is enabled in it is still to be disabled
+        backend = introductions[row[0]]["backend"]
+        if backend is not None and row not in _gather_groups:
+            _gather_groups[row] = _new_gather_group(row, backend, timeout)
     if ranks not in _groups:
         rank, pids = ranks.index(world.rank), [introductions[rank]["pid"] for rank in ranks]
         secret = introductions[ranks[0]]["secret"]
@@ -272,12 +299,12 @@ def form_group(world: World, introductions: Sequence[dict[str, Any]], timeout: f
 
 
 def open_gather(group: OffloadGroup, platform: Platform, timeout: float) -> None:
-    """Makes the group's own communicator, once, and warms it up. Collective over the group, and over no other rank."""
+    """Warms the group's own communicator up, once. Collective over the group, and over no other rank."""
     if group.gather is not None or group.size == 1:
         return
-    refuse_single_queue(platform.backend)
+    refuse_single_queue(platform)
     try:
-        gather = InPlaceGather(_new_gather_group(group, platform, timeout))
+        gather = InPlaceGather(_gather_groups[group.ranks])
         is_right = gather.is_right(platform, timeout)
     except RuntimeError as error:
         raise RuntimeError(
@@ -289,24 +316,32 @@ def open_gather(group: OffloadGroup, platform: Platform, timeout: float) -> None
     group.gather = gather
 
 
-def refuse_single_queue(backend: str) -> None:
+def refuse_single_queue(platform: Platform) -> None:
     """
     Raises:
         `ValueError`: all streams of the device share one hardware queue.
     """
-    if backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    name = platform.queues_variable
+    if name is not None and os.environ.get(name) == "1":
         raise ValueError(
-            "'CUDA_DEVICE_MAX_CONNECTIONS' is 1: the gathers of a rank that serves others would queue behind the "
-            'collective it waits in, for ever. Unset it, or use transfer="local".'
+            f"'{name}' is 1: the gathers of a rank that serves others would queue behind the collective it waits in, "
+            'for ever. Unset it, or use transfer="local".'
         )
 
 
-def _new_gather_group(group: OffloadGroup, platform: Platform, timeout: float) -> dist.ProcessGroup:
-    # Waits are bounded elsewhere, where the rank that is late has a name. A device's own limit only follows.
-    limit = timedelta(days=7) if platform.waits_on_host else timedelta(seconds=timeout + 30)
-    return dist.new_group(
-        list(group.ranks),
-        timeout=limit,
-        backend=platform.backend,
-        use_local_synchronization=True,
-    )
+def stay_on_host() -> None:
+    """Has the collectives of this process, whose ranks are all of one host, use its loopback interface."""
+    for backend in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
+
+
+def _new_gather_group(ranks: Sequence[int], backend: str, timeout: float) -> dist.ProcessGroup:
+    """
+    A group for gathers alone. Made by all ranks of the world together, which torch's naming of groups wants where
+    users have made groups of their own.
+    """
+    group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout + _MARGIN_SECONDS))
+    if backend == "gloo" and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        # Waits are bounded elsewhere, where the rank that is late has a name.
+        dist.distributed_c10d._set_pg_timeout(timedelta(days=7), group)
+    return group

@@ -43,16 +43,14 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from ..caller import CollectiveWatch
 from ..config import DistributedLayerwiseOffloadConfig
 from ..interrupts import interrupts
-from .control import LATE_SECONDS, POLL_SECONDS, ControlMesh, GroupLost, RankLost, logger
+from .collective_watch import CollectiveWatch
+from .control import LATE_SECONDS, ControlMesh, GroupLost, RankLost, logger
 from .turn import Step, Turn
 
 
 _IDLE_SECONDS = 0.5
-_STUCK_SECONDS = 5.0
-"""Who has been in one collective for so long waits there for a rank that does not come."""
 _SWITCH_SECONDS = 5e-4
 """How long a busy main thread keeps the interpreter from the thread that transfers for other ranks."""
 
@@ -81,6 +79,9 @@ class Laps(Protocol):
     def all_joined(self, replies: list[dict[str, Any]]) -> tuple[bool, bool]:
         """All ranks said BYE: drops what none needs. Whether nothing is left, and whether this rank wants nothing."""
 
+    def free_dropped(self) -> None:
+        """Gives the memory of what was dropped back."""
+
     def is_intact(self) -> bool:
         """Ranks are lost: whether everything that was computed with, or will be, is right nevertheless."""
 
@@ -96,15 +97,21 @@ class PassService:
         mesh (`ControlMesh`): used by nobody else while the service runs.
         laps (`Laps`): what is transferred.
         options (`DistributedLayerwiseOffloadConfig`): how patient it is.
+        world_rank (`int`): this rank in the launcher's world, which collectives of the user's count by.
 
     Attributes:
         turn (`Turn`): what the main thread calls.
     """
 
-    def __init__(self, mesh: ControlMesh, laps: Laps, options: DistributedLayerwiseOffloadConfig) -> None:
+    def __init__(
+        self, mesh: ControlMesh, laps: Laps, options: DistributedLayerwiseOffloadConfig, world_rank: int
+    ) -> None:
         self._mesh = mesh
+        self._world_rank = world_rank
         self._laps = laps
         self._watch = CollectiveWatch()
+        self._warned = False
+        self._asked_by_leavers = False
         self.turn = Turn(mesh.rank, options, mesh.wake, mesh.describe)
         self._thread = threading.Thread(target=self._serve, name="diffusers_dlo passes", daemon=True)
 
@@ -116,7 +123,7 @@ class PassService:
     def stop(self) -> None:
         """Ends the thread, whatever it waits for. Idempotent."""
         self.turn.stop()
-        self._mesh.leaving = True
+        self._mesh.leave()
         if self._thread is not threading.current_thread() and self._thread.ident is not None:
             if self._thread.is_alive():
                 self._mesh.wake()
@@ -161,7 +168,8 @@ class PassService:
         if threading.current_thread() is self._thread:
             self._mesh.check()
         interrupts.deliver()
-        late = seconds > LATE_SECONDS and seconds - POLL_SECONDS <= LATE_SECONDS
+        late = seconds > LATE_SECONDS and not self._warned
+        self._warned = seconds > LATE_SECONDS
         if not late and seconds <= self.turn.options.timeout:
             return
         others = [rank for rank in range(self._mesh.size) if rank != self._mesh.rank]
@@ -183,6 +191,7 @@ class PassService:
         except RankLost as error:
             self._give_up(error)
         except BaseException as error:
+            logger.error(f"rank {self._mesh.rank}: the service thread failed", exc_info=True)
             self._give_up(
                 GroupLost(f"the transfers of rank {self._mesh.rank} failed ({type(error).__name__}: {error})")
             )
@@ -200,18 +209,26 @@ class PassService:
     def _round(self) -> None:
         asked, kind = self.turn.answer(self._mesh.check)
         self._mesh.timeout = self.turn.options.timeout
-        own = {"leaving": self.turn.leaving, "doing": _describe(kind, asked), **(asked or {})}
-        own["in_collective"] = self._watch.seconds(self.turn.driver)
-        replies = self._mesh.exchange(kind, **own, **self._laps.describe_state())
+        own = {"leaving": self.turn.leaving, "doing": _describe(kind, asked, self.turn.leaving), **(asked or {})}
+        # Looked for only while somebody waits to leave: it keeps a frame, and with it what the frame computes with.
+        own["waits_for"] = self._watch.look(self.turn.driver) if self._asked_by_leavers else []
+        replies = self._mesh.exchange(kind, "the beginning of a pass", **own, **self._laps.describe_state())
         not_joined = [rank for rank, reply in enumerate(replies) if reply["kind"] != "bye"]
         others = [rank for rank in not_joined if rank != self._mesh.rank]
-        stuck = [rank for rank in not_joined if replies[rank]["in_collective"] > _STUCK_SECONDS]
+        self._asked_by_leavers = any(reply["leaving"] for reply in replies)
+        if not self._asked_by_leavers:
+            self._watch.forget()
+        stuck = [rank for rank in others if self._world_rank in replies[rank]["waits_for"]]
         self.turn.round_made(others, stuck)
         if not not_joined:
             for rank, reply in enumerate(replies):
                 if reply["leaving"] and rank != self._mesh.rank:
                     self._mesh.let_leave(rank)
-            self.turn.all_joined(*self._laps.all_joined(replies))
+            nothing_left, nothing_wanted = self._laps.all_joined(replies)
+            self.turn.all_joined(nothing_wanted)  # the main thread goes on, and gets to see nothing of what is freed
+            self._laps.free_dropped()
+            if nothing_left:
+                self.turn.stop()
             return
         if self.turn.options.uneven == "error":
             _refuse_uneven(replies)
@@ -243,8 +260,8 @@ class PassService:
         self._mesh.give_up(first)
         try:
             intact = self._laps.is_intact()
-        except Exception as error:  # a device may fail for good when another one's memory goes
-            intact, first = False, RankLost(f"{first} The device reports: {str(error).splitlines()[0]}.")
+        except Exception as fault:  # a device may fail for good when another one's memory goes
+            intact, first = False, RankLost(f"{first} The device reports: {str(fault).splitlines()[0]}.")
         if not intact:
             first = RankLost(
                 f"{first} What rank {self._mesh.rank} computed meanwhile may be wrong. Start all ranks again."
@@ -255,14 +272,16 @@ class PassService:
             _raise_in_thread(outside, str(first))  # before the device goes on with what is wrong
         try:
             self._laps.abort()
-        except Exception as error:
-            logger.warning(f"Ending the group's collectives failed ({error})")
+        except Exception as fault:
+            logger.warning(f"rank {self._mesh.rank}: ending the group's collectives failed ({fault})")
 
 
-def _describe(kind: str, asked: dict[str, Any] | None) -> str:
+def _describe(kind: str, asked: dict[str, Any] | None, leaving: bool) -> str:
     if asked is not None:
         return f"it was at a forward of '{asked['component']}'"
-    return "it had joined" if kind == "bye" else "it was between forwards"
+    if leaving:
+        return "it was at its end"
+    return "it had no more work" if kind == "bye" else "it was between forwards"
 
 
 def _refusal(asked: dict[str, Any] | None, replies: list[dict[str, Any]]) -> str | None:

@@ -55,6 +55,10 @@ class Presence:
         self._period, self._granted = time.monotonic() - self._granted, time.monotonic()
         self.expected = expected
 
+    def stop_expecting(self) -> None:
+        """The rank is not expected in the next pass."""
+        self.expected = False
+
     def begin_anew(self) -> None:
         """All ranks begin something together, as far as is known."""
         self.expected = True

@@ -161,8 +161,9 @@ class Turn(Ending):
             if self.drives_here:
                 self.hand_back()
             self._ending |= leaving
-            if self._farewell.was_completed and not leaving:  # one that was interrupted has been completed since
-                self._farewell.paused |= pause
+            if self._farewell.was_completed(pause) and not leaving:
+                if pause:
+                    self._farewell.pause()
             else:
                 before = self._farewell.begin(pause, leaving)
                 self._notify()
@@ -186,7 +187,7 @@ class Turn(Ending):
     def resume(self) -> None:
         """Ends the pause of a `join`."""
         with interrupts, self._state:
-            self._farewell.paused = False
+            self._farewell.resume()
             self._state.notify_all()
 
     def _notify(self) -> None:
@@ -248,7 +249,7 @@ class Turn(Ending):
                 self._presence.came(time.monotonic() - start)
                 return self._asked, "run"
             if self._farewell.wanted:
-                self._farewell.to_be_said = False
+                self._farewell.said()
                 return None, "bye"
             return None, "ghost"
 
@@ -272,7 +273,7 @@ class Turn(Ending):
     def nobody_granted(self, asked: dict[str, Any] | None, refusal: str | None) -> None:
         """The round brought no pass; if what this rank had `asked` for was refused, the main thread hears why."""
         with self._state:
-            self._presence.expected = False
+            self._presence.stop_expecting()
             if refusal is not None and self._asked is asked:
                 self._refusal, self._asked = refusal, None
                 self._state.notify_all()
@@ -290,7 +291,8 @@ class Turn(Ending):
                     continue
                 if not is_driven(time.monotonic() - self._touched):
                     take_over()
-                    self._owner, self._presence.expected = Owner.SERVICE, False
+                    self._owner = Owner.SERVICE
+                    self._presence.stop_expecting()
 
     def lap_finished(self) -> None:
         """No lap is open."""
@@ -298,13 +300,9 @@ class Turn(Ending):
             self._owner = Owner.NOBODY
             self._state.notify_all()
 
-    def all_joined(self, nothing_left: bool, nothing_wanted: bool) -> None:
-        """
-        All ranks said BYE. With `nothing_left`, the service ends; with `nothing_wanted`, this rank has dropped all
-        that is left, and its BYE stands.
-        """
+    def all_joined(self, nothing_wanted: bool) -> None:
+        """All ranks said BYE. With `nothing_wanted`, this rank has dropped all that is left, and its BYE stands."""
         with self._state:
-            self._stopping |= nothing_left
             self._presence.begin_anew()
             self._farewell.complete(standing=nothing_wanted)
             self._state.notify_all()

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from diffusers_dlo import apply_distributed_layerwise_offload, is_distributed_layerwise_offload_enabled
+from diffusers_dlo.device.platform import CudaPlatform, Platform
 from diffusers_dlo.distributed.group import refuse_single_queue
 from diffusers_dlo.host.packed import PackedStore
 from tests import toys
@@ -332,10 +334,23 @@ def test_groups_of_the_user_work_beside() -> None:
 
 
 def test_a_single_hardware_queue_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_single_queue("nccl")
+    cpu, cuda = Platform(torch.device("cpu")), object.__new__(CudaPlatform)
+    refuse_single_queue(cuda)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    refuse_single_queue("gloo")
+    refuse_single_queue(cpu)
     with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS.*for ever. Unset it"):
-        refuse_single_queue("nccl")
+        refuse_single_queue(cuda)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    refuse_single_queue("nccl")
+    refuse_single_queue(cuda)
+
+
+def _earlier_groups_of_the_user(rank: int, size: int) -> None:
+    """A group of some ranks only, made before: torch names groups by how many a rank is in."""
+    dist.new_group([1, 2])
+    model = toy(toys.Stack, 3)
+    apply_distributed_layerwise_offload(model, timeout=20.0)
+    works(model, rank)
+
+
+def test_groups_that_the_user_made_before_do_not_matter() -> None:
+    run_ranks(3, _earlier_groups_of_the_user, timeout=60)

@@ -58,7 +58,7 @@ def in_block(model: torch.nn.Module, index: int, action: Callable[[], None]) -> 
 
 
 def left_behind() -> list[str]:
-    """Threads of the package, and open descriptors that are sockets or memory files of it."""
+    """Threads of the package."""
     return [thread.name for thread in threading.enumerate() if "diffusers_dlo" in thread.name]
 
 
@@ -77,7 +77,7 @@ def _killed(rank: int, size: int, where: str, host: str, path: str) -> tuple[flo
                 model(feed(1))
             elif where == "with a child":  # which keeps its sockets open
                 if os.fork() == 0:
-                    time.sleep(5)
+                    time.sleep(12)
                     os._exit(0)
                 os.kill(os.getpid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -104,7 +104,7 @@ def test_survivors_of_a_killed_rank_finish_by_themselves(size: int, host: str, w
     results = run_ranks(size, _killed, where, host, str(path), expect_death=(1,))
     for rank in set(range(size)) - {1}:
         taken, warnings, transfer = results[rank]
-        assert taken < (15 if where != "with a child" else 4) and transfer == "local"
+        assert taken < (15 if where != "with a child" else 10) and transfer == "local"
         assert len(warnings) == 1 and "rank 1" in warnings[0], warnings
 
 
@@ -231,14 +231,13 @@ def _interrupted(rank: int, size: int, seed: int, culprits: tuple[int, ...]) -> 
 @pytest.mark.parametrize("size,culprits", ((2, (0,)), (3, (1,)), (2, (0, 1)), (3, (0, 1, 2))))
 def test_keyboard_interrupts_at_any_point(size: int, culprits: tuple[int, ...]) -> None:
     results = run_ranks(size, _interrupted, 10 * size + len(culprits), culprits)
-    assert all((raised > 10) == (rank in culprits) for rank, raised in enumerate(results)), results
+    assert all((raised > 0) == (rank in culprits) for rank, raised in enumerate(results)), results
 
 
-def _interrupted_and_idle(rank: int, size: int, rooted: bool) -> float:
+def _interrupted_and_idle(rank: int, size: int, rooted: bool) -> tuple[float, float]:
     """Ctrl-C in a block, after which the rank does something else: its part of the lap is done all the same."""
     model, reference = toy(toys.Stack, 5), toy(toys.Stack, 5)
     apply_distributed_layerwise_offload(model, grace=0.3)
-    start = time.monotonic()
     with torch.no_grad():
         if rank == 1:
 
@@ -254,36 +253,38 @@ def _interrupted_and_idle(rank: int, size: int, rooted: bool) -> float:
                     for block in model.blocks:
                         x = block(x)
             time.sleep(3)
+            woke = time.monotonic()  # one clock for all processes
             assert torch.equal(model(feed(2)), reference(feed(2)))
-            return 0.0
+            return 0.0, woke
         for step in range(3):
             assert torch.equal(model(feed(step)), reference(feed(step)))
-        return time.monotonic() - start
+        return time.monotonic(), 0.0
 
 
 @pytest.mark.parametrize("rooted", (True, False))
 def test_an_interrupted_lap_is_completed_for_the_others(rooted: bool) -> None:
-    assert run_ranks(2, _interrupted_and_idle, rooted)[0] < 2
+    (done, _), (_, woke) = run_ranks(2, _interrupted_and_idle, rooted)
+    assert done < woke
 
 
-def _blocks_without_a_root(rank: int, size: int) -> float:
+def _blocks_without_a_root(rank: int, size: int) -> tuple[float, float]:
     """Blocks that are called one by one, and then no more: nothing says that the lap is over, but time."""
     model, reference = toy(toys.Stack, 5), toy(toys.Stack, 5)
     apply_distributed_layerwise_offload(model, grace=0.3)
-    start = time.monotonic()
     with torch.no_grad():
         if rank == 1:
             for index in (0, 1):
                 assert torch.equal(model.blocks[index](feed(0)), reference.blocks[index](feed(0)))
             time.sleep(3)
-            return 0.0
+            return 0.0, time.monotonic()
         for step in range(3):
             assert torch.equal(model(feed(step)), reference(feed(step)))
-        return time.monotonic() - start
+        return time.monotonic(), 0.0
 
 
 def test_a_lap_that_is_left_without_a_word_is_completed_after_a_grace() -> None:
-    assert run_ranks(2, _blocks_without_a_root)[0] < 2
+    (done, _), (_, woke) = run_ranks(2, _blocks_without_a_root)
+    assert done < woke
 
 
 def _spoilt(rank: int, size: int, where: str) -> str:

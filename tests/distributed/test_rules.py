@@ -376,7 +376,7 @@ def test_6_ends_of_processes(tmp_path: Path) -> None:
     for how, pair in texts.items():
         assert all("left []" in text for text in pair), texts
         assert how == "in a barrier" or "transfer all_gather" in pair[0], texts
-        assert "Leaving without the other ranks" not in pair[1], texts
+        assert "leaves without the other ranks" not in pair[1], texts
 
 
 def test_6_a_rank_that_exits_under_torchrun_lets_the_other_finish(tmp_path: Path) -> None:
