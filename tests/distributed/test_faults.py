@@ -4,6 +4,7 @@ Ranks that are killed, stopped or interrupted: the others finish their work, exa
 plain processes here, since launchers end the survivors of a killed one themselves.
 """
 
+import gc
 import logging
 import os
 import random
@@ -18,11 +19,13 @@ import torch
 import torch.distributed as dist
 from diffusers.utils import logging as diffusers_logging
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
 
 from diffusers_dlo import apply_distributed_layerwise_offload
 from diffusers_dlo.distributed import control, pass_service
 from diffusers_dlo.distributed.control import RankLost
 from diffusers_dlo.gather_lane import GatherLane
+from diffusers_dlo.host.packed import PackedStore
 from tests import toys
 from tests.ranks import run_ranks
 from tests.toys import feed, toy
@@ -326,3 +329,72 @@ def _spoilt(rank: int, size: int, where: str) -> str:
 def test_what_may_be_wrong_is_an_error_wherever_the_rank_is(where: str) -> None:
     text = run_ranks(2, _spoilt, where, expect_death=(1,))[0]
     assert "rank 1" in text and "What rank 0 computed meanwhile may be wrong" in text
+
+
+def _interrupted_join(rank: int, size: int) -> None:
+    """Ctrl-C in a join that the other rank then completes; both disable, for which they have to agree anew."""
+    model, reference = toy(toys.Stack, 5), toy(toys.Stack, 5)
+    handle = apply_distributed_layerwise_offload(model, grace=0.2, timeout=30.0)
+    if rank == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            handle.join()
+        time.sleep(2)
+    else:
+        time.sleep(1.5)
+        handle.join()
+    start = time.monotonic()
+    handle.remove()
+    assert time.monotonic() - start < 15
+    with torch.no_grad():
+        assert torch.equal(model(feed(3)), reference(feed(3)))
+
+
+def test_an_interrupted_join_that_was_completed_does_not_disable() -> None:
+    run_ranks(2, _interrupted_join)
+
+
+def _leaves_alone_who_waits_for_others(rank: int, size: int) -> None:
+    """
+    Rank 0 is at its end while rank 1 waits for long in a collective that rank 0 has no part in: it is needed after.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))  # rows 0, 1 and 2, 3
+    pair = dist.new_group([1, 2])
+    model, reference = toy(toys.Stack, 5), toy(toys.Stack, 5)
+    handle = apply_distributed_layerwise_offload(model, mesh=mesh, grace=0.2, timeout=60.0)
+    if rank == 2:
+        time.sleep(9)
+    if rank in (1, 2):
+        dist.barrier(group=pair)
+    if rank == 1:
+        with torch.no_grad():
+            assert torch.equal(model(feed(3)), reference(feed(3)))
+        assert handle.report().transfer == "all_gather"
+
+
+def test_a_rank_stays_for_one_that_waits_for_somebody_else() -> None:
+    run_ranks(4, _leaves_alone_who_waits_for_others)
+
+
+def _drops_and_enables(rank: int, size: int) -> None:
+    """Models that are dropped, as collectors find them, while the next one is enabled."""
+    close = PackedStore.close
+    PackedStore.close = lambda store: (time.sleep(0.05), close(store))[1]  # takes its time, on whatever thread
+    for step in range(6):
+        model, reference = toy(toys.Stack, 3), toy(toys.Stack, 3)
+        object.__setattr__(model, "itself", model)
+        handle = apply_distributed_layerwise_offload(model, host="packed", grace=0.2, timeout=30.0)
+        with torch.no_grad():
+            assert torch.equal(model(feed(step)), reference(feed(step)))
+        assert handle.report().transfer == "all_gather"
+        handle, model = None, None
+    deadline = time.monotonic() + 20
+    while left_behind() and time.monotonic() < deadline:
+        gc.collect()  # as it happens sooner or later
+        time.sleep(0.05)
+    assert left_behind() == []
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_a_dropped_model_makes_room_for_the_next(size: int) -> None:
+    run_ranks(size, _drops_and_enables)
