@@ -12,7 +12,12 @@ import torch
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "slow" not in config.option.markexpr:
+        skip = pytest.mark.skip(reason="long, and of a kind with others; run it with -m slow")
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(skip)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

@@ -52,7 +52,7 @@ def unequal(jobs: Sequence[Mapping[str, Any]]) -> str | None:
     if bad:
         got = ", ".join(f"{repr(jobs[i][_STEPS]) if _STEPS in jobs[i] else 'nothing':.80} in {i}" for i in bad)
         return (
-            f"'{_STEPS}' must be an int in every request, and of those at {bad} it is {got}. A default may not be "
+            f"'{_STEPS}' must be an int in every request, got for requests {bad}: {got}. A default may not be "
             f"the same for each of them. Give the same number in each, {remedy}"
         )
     texts = {_STEPS: [str(job[_STEPS]) for job in jobs], "extra_args": []}

@@ -309,7 +309,7 @@ def _death(rank: int, size: int) -> str:
 @pytest.mark.timeout(60)
 def test_a_rank_that_ends_is_noticed() -> None:
     text = run_ranks(2, _death, timeout=50, expect_death=(1,))[0]
-    assert text.startswith("rank 0 waited at the results of wave 1, and another rank has ended or took no part.")
+    assert text.startswith("rank 0 waited at the join of wave 1, and another rank has ended or took no part.")
 
 
 @pytest.fixture(scope="module")
@@ -370,6 +370,6 @@ def _streamed(rank: int, size: int, path: str) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("size", (1, 2, 3))
+@pytest.mark.parametrize("size", (1, 2, pytest.param(3, marks=pytest.mark.slow)))
 def test_a_streaming_pipeline(size: int, flux: str) -> None:
     run_ranks(size, _streamed, flux, timeout=110)

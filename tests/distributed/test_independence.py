@@ -278,7 +278,15 @@ def _schedules(rank: int, size: int, first: int, count: int) -> int:
     return compared
 
 
-@pytest.mark.parametrize("size,first", ((2, 0), (2, 50), (3, 100), (4, 150)))
+@pytest.mark.parametrize(
+    "size,first",
+    (
+        (2, 0),
+        pytest.param(2, 50, marks=pytest.mark.slow),
+        (3, 100),
+        pytest.param(4, 150, marks=pytest.mark.slow),
+    ),
+)
 def test_random_schedules(size: int, first: int) -> None:
     """Two hundred in all, each with two models, slots, orders, exceptions, pauses and barriers drawn from its seed."""
     assert sum(run_ranks(size, _schedules, first, 50)) > 50
