@@ -10,7 +10,6 @@ from ._version import __version__
 from .api import (
     OffloadHandle,
     apply_distributed_layerwise_offload,
-    host_view,
     is_distributed_layerwise_offload_enabled,
     remove_distributed_layerwise_offload,
 )
@@ -23,6 +22,7 @@ from .config import DistributedLayerwiseOffloadConfig
 from .offload_plan import OffloadPlan, plan_distributed_layerwise_offload, supports_mmap_loading
 from .pipeline_mixin import DistributedLayerwiseOffloadMixin, install
 from .report import OffloadReport
+from .weight_value import host_view
 
 
 install(DiffusionPipeline, ModelMixin)

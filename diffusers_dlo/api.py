@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from diffusers.utils import logging
-from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
 from .attachment import Attachment, get_handle
 from .block_discovery import Selection
-from .casts import cast
 from .checkpoint.mapped import FileRange, FileStamp, Located, locate_tensors
 from .comparison import compare, digest_of, sample_weights
 from .config import DistributedLayerwiseOffloadConfig
@@ -36,7 +34,7 @@ from .host.offer import files_digest, offer_mapped, rank_plans, usable_ranges
 from .host.store import HostStore
 from .interrupts import interrupts
 from .offload_plan import OffloadPlan, build_plan, find_all, select, transfers_of
-from .process_engine import find_streamed, get_engine, pausing
+from .process_engine import get_engine, pausing
 from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
 from .validation import refuse_changed_before_cast, refuse_enabled, validate_module, validate_placed
 
@@ -302,31 +300,3 @@ def _fill_store(parts: Sequence[Attachment], store: HostStore, group: OffloadGro
             if store.is_whole(unit.key):
                 part.drop_originals(unit)
             bar.update(unit.layout.nbytes - unit.layout.memory_offset)
-
-
-def host_view(module: nn.Module, name: str) -> torch.Tensor:
-    r"""
-    The value of a parameter or buffer, whether it streams or not; for reading only. Of one that streams, it is a view
-    of the host store on the CPU: nothing is copied, and no other rank takes part.
-
-    Args:
-        module (`torch.nn.Module`): an offloaded model, a part of it, or any other module.
-        name (`str`): the name within `module`, as `named_parameters` or `named_buffers` give it.
-
-    Raises:
-        `ValueError`: there is no such name. `RuntimeError`: the host store has only shards (`"pinned"` with
-        `all_gather`), or the file that the weights are in has changed.
-    """
-    path, _, attribute = name.rpartition(".")
-    try:
-        owner = unwrap_module(module).get_submodule(path)
-        tensor = owner._parameters[attribute] if attribute in owner._parameters else owner._buffers[attribute]
-    except (AttributeError, KeyError):
-        tensor = None
-    if tensor is None:
-        raise ValueError(f"'{type(module).__name__}' has no parameter or buffer '{name}'; see its named_parameters().")
-    found = find_streamed(tensor)
-    if found is None:
-        return cast(tensor).detach()
-    unit, index = found
-    return tensor.detach() if unit.tensors[index].kept else unit.value(index)

@@ -259,8 +259,8 @@ class Engine:
                 if not lane.service.turn.failed:  # which this rank has been told, or will be
                     with lane.driving():
                         lane.join(leaving=True)
-            except GroupEnded:
-                pass  # nobody needs this rank
+            except GroupEnded as ended:
+                logger.info(f"rank {self.group.rank} leaves, and nobody needs it: {ended}")
             except RuntimeError as error:
                 logger.warning(f"rank {self.group.rank} leaves without the other ranks: {error}")
             except KeyboardInterrupt:
@@ -277,7 +277,8 @@ class Engine:
         """
         lane = self.lanes["all_gather"]
         assert isinstance(lane, GatherLane)
-        components = list(lane.components.values())
+        components = [component for name, component in lane.components.items() if name not in lane.abandoned]
+        dropped = [component for name, component in lane.components.items() if name in lane.abandoned]
         for component in components:
             if not all(component.store.is_whole(unit.key) for unit in component.units):
                 raise RankLost(
@@ -291,6 +292,9 @@ class Engine:
         )
         del self.lanes["all_gather"]
         lane.retire()
+        for component in dropped:
+            self._forget(component)
+            self._close_store(component)
         local = self.lanes.setdefault("local", LocalLane(self.platform, self.counters))
         for component in components:
             component.go_local()

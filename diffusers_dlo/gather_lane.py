@@ -7,20 +7,17 @@ becomes of it when a rank is lost. Must not decide when a pass begins (`distribu
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .caller import Caller
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Event, Platform
 from .device.ring import BlockViews, Slot, realign
-from .distributed.control import POLL_SECONDS, GroupLost, RankLost
+from .distributed.control import GroupLost, RankLost
 from .distributed.group import OffloadGroup
 from .distributed.pass_service import PassService
 from .lane import Lane, copy_extents
@@ -28,7 +25,6 @@ from .laps import Lap, LapPlan
 from .units import Component, Counters, Unit
 
 
-_TURN = timedelta(seconds=POLL_SECONDS)
 _SETTLE_SECONDS = 5.0
 """How long after a loss gathers that all ranks had begun may take to complete."""
 
@@ -130,14 +126,16 @@ class GatherLane(Lane):
         if self.service is not None:
             self.service.turn.options = config
 
-    def _confirm(self) -> None:
-        self._check()  # a loss that was noticed meanwhile found this slot unused, and its gather may never arrive
-
     def close(self) -> None:
         """Ends the service and gives the slots back. Idempotent."""
         if self.service is not None:
             self.service.stop()
         self._drop_ring()
+
+    @property
+    def abandoned(self) -> frozenset[str]:
+        """Names of the components that this rank computes no more."""
+        return frozenset(self._abandoned)
 
     def retire(self) -> None:
         """
@@ -218,7 +216,7 @@ class GatherLane(Lane):
             raise
         except RuntimeError as error:
             if self._issuing and self.service is not None:  # ranks may differ in what they did
-                raise self._lose(f"the fetch of {block}", error) from error
+                raise self.service.waits.lose(f"the fetch of {block}", error) from error
             raise
         lap.advance()
 
@@ -244,38 +242,12 @@ class GatherLane(Lane):
             return
         work, views = slot.pending
         assert self.service is not None
-        what, start = f"the gather of {slot.stamp}", time.monotonic()
-        while not self._is_complete(work, what):
-            try:
-                self.service.keep_waiting(what, time.monotonic() - start)
-            except RankLost as error:
-                self.service.turn.fail(error)
-                raise
+        self.service.waits.wait_for(work, f"the gather of {slot.stamp}")
         realign(views.realigned)
         slot.pending = None
 
-    def _is_complete(self, work: dist.Work, what: str) -> bool:
-        """Waits for a collective, for a moment. One that completes just after the moment is over has not failed."""
-        try:
-            return bool(work.wait(_TURN))
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-        try:
-            return bool(work.wait())
-        except RuntimeError as error:
-            raise self._lose(what, error) from error
-
-    def _lose(self, what: str, error: RuntimeError) -> RankLost:
-        """What to raise when a collective failed: the end of another rank, if that is why."""
-        assert self.service is not None
-        lost: RankLost = GroupLost(f"{what} failed on rank {self.rank} ({str(error).splitlines()[0]}).")
-        try:
-            self.service.explain()
-        except RankLost as explained:
-            lost = explained
-        self.service.turn.fail(lost)
-        return lost
+    def _confirm(self) -> None:
+        self._check()  # a loss that was noticed meanwhile found this slot unused, and its gather may never arrive
 
     def _recover(self, block: Unit) -> None:
         reason = f"a fetch was interrupted before that of {block}, so rank {self.rank} does not know the group's order"
@@ -288,7 +260,7 @@ class GatherLane(Lane):
 
     def _check(self) -> None:
         if self.service is not None:
-            self.service.check()
+            self.service.waits.check()
 
     # What the service calls (`Laps`)
 

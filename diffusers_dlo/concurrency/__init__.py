@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .generate import ConcurrentGenerationError, generate_concurrently
+from .wave import WaveError, WaveTimeoutError, WorkerError
 
 
 if TYPE_CHECKING:
-    from .executor import WaveError, WaveExecutor, WaveTimeoutError, WorkerError
+    from .executor import WaveExecutor
 
 __all__ = [
     "ConcurrentGenerationError",
@@ -26,8 +27,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # A worker process runs a module of this package, which must not have been imported before.
-    if name in ("WaveError", "WaveExecutor", "WaveTimeoutError", "WorkerError"):
-        from . import executor
+    if name == "WaveExecutor":
+        from .executor import WaveExecutor
 
-        return getattr(executor, name)
+        return WaveExecutor
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

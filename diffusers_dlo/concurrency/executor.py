@@ -17,12 +17,12 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from .messages import decode, encode
 from .processes import WorkerProcesses, target_name
+from .wave import WaveError, WaveTimeoutError, WorkerError, describe_wave
 from .worker import MAX_MESSAGE
 
 
@@ -33,42 +33,6 @@ _MAX_STALE = 16
 _SETTLE_SECONDS = 5.0
 """When a rank cannot start, the others have this long to say whether they can."""
 _SHUTDOWN_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class WorkerError:
-    """
-    What went wrong on one rank.
-
-    Args:
-        type (`str`): the name of the exception, or "WorkerDied", "MalformedReply" or "NoReply".
-        message (`str`): its text.
-        traceback (`str`): the worker's traceback, empty if it has none.
-    """
-
-    type: str
-    message: str
-    traceback: str = ""
-
-
-class WaveError(RuntimeError):
-    """
-    Ranks of a wave failed. The message names each.
-
-    Args:
-        message (`str`): the text.
-        errors (`Mapping[int, WorkerError]`): what went wrong, by rank.
-        results (`Mapping[int, Any]`): what the other ranks returned.
-    """
-
-    def __init__(self, message: str, errors: Mapping[int, WorkerError], results: Mapping[int, Any]) -> None:
-        super().__init__(message)
-        self.errors = dict(errors)
-        self.results = dict(results)
-
-
-class WaveTimeoutError(WaveError, TimeoutError):
-    """Ranks of a wave did not answer by its deadline, and none failed otherwise."""
 
 
 class WaveExecutor:
@@ -280,7 +244,7 @@ class WaveExecutor:
             errors |= {rank: WorkerError("NoReply", f"did not answer within {seconds:.3g} s") for rank in waiting}
         if errors:
             kind = WaveTimeoutError if all(error.type == "NoReply" for error in errors.values()) else WaveError
-            raise kind(_describe(what, errors, asked), errors, results)
+            raise kind(describe_wave(what, errors, asked), errors, results)
         return results
 
 
@@ -313,19 +277,3 @@ def _read(data: memoryview | None, wave_id: int) -> dict[str, Any] | WorkerError
     if reply["wave_id"] < wave_id:
         return None
     return WorkerError(*texts) if is_error else reply
-
-
-def _describe(what: str, errors: Mapping[int, WorkerError], asked: int) -> str:
-    lines = [f"{what}: {len(errors)} of {asked} ranks failed."]
-    for rank, error in sorted(errors.items()):
-        told = f" {error.message}" if error.type in ("WorkerDied", "NoReply") else f": {error.type}: {error.message}"
-        lines.append(f"  rank {rank}{told}".replace("\n", "\n    "))
-    kinds = {error.type for error in errors.values()}
-    if "WorkerDied" in kinds:
-        lines.append("Look for what it printed. No further wave is possible: make a new WaveExecutor.")
-    if "NoReply" in kinds:
-        lines.append("What comes late is discarded. Raise the time limit for ranks that are only slow.")
-    for rank, error in sorted(errors.items()):
-        if error.traceback:
-            return "\n".join([*lines, f"The traceback of rank {rank}:", error.traceback.rstrip()])
-    return "\n".join(lines)

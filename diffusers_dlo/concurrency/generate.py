@@ -18,7 +18,8 @@ import torch.distributed as dist
 from diffusers.utils import BaseOutput
 
 from ..config import DistributedLayerwiseOffloadConfig
-from ..distributed.group import World, describe_error, join_world, raise_agreed
+from ..distributed.agreed_error import describe_error, raise_agreed
+from ..distributed.group import World, join_world
 from ..handle import OffloadHandle
 from .messages import decode, encode
 from .requests import check_arguments, describe, first_difference, unequal

@@ -13,7 +13,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..interrupts import interrupts
@@ -31,6 +31,10 @@ _GONE = "gone"
 """Said by a rank that gave up an agreement."""
 
 
+def _no_check() -> None:
+    """There is a use in waiting."""
+
+
 class RankLost(RuntimeError):
     """Another rank has ended, given up, not answered in time, or is out of step. The message names it."""
 
@@ -46,16 +50,13 @@ class GroupEnded(GroupLost):
 class ControlMesh:
     """
     Messages among the ranks of one group. Every rank calls the same sequence of `exchange`; each returns when all have
-    called it, with what each said. Used by one thread at a time, but for `wake`, `leave` and what only looks.
+    called it, with what each said. Used by one thread at a time, but for `wake` and what only looks.
 
     Args:
         rank (`int`): this rank's index in the group.
         sockets (`Mapping[int, socket.socket]`): a connected packet socket for each other rank.
         pids (`Sequence[int]`): the process of each rank.
         timeout (`float`): seconds to wait for another rank.
-
-    Attributes:
-        leaving (`bool`): this rank waits for nobody any more: set from another thread, it ends an exchange.
     """
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], pids: Sequence[int], timeout: float) -> None:
@@ -65,12 +66,11 @@ class ControlMesh:
         self._sockets = dict(sockets)
         self._pids = tuple(pids)
         self._round = 0
-        self.leaving = False
         self._failed: RankLost | None = None
         self._pidfds: dict[int, int] = {}
         self._doing: dict[int, str] = {}
         "what each rank last said that it was doing"
-        self._leaving: set[int] = set()
+        self._may_end: set[int] = set()
         self._poller = select.poll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if self._sockets else -1
         if self._sockets:
@@ -89,11 +89,13 @@ class ControlMesh:
         """Whether all ranks still agree on the order of what they say. An exchange that is going on is no fault."""
         return self._failed is None
 
-    def exchange(self, kind: str, what: str | None = None, **payload: Any) -> list[dict[str, Any]]:
+    def exchange(
+        self, kind: str, what: str | None = None, check: Callable[[], None] = _no_check, **payload: Any
+    ) -> list[dict[str, Any]]:
         """
         Tells every rank `kind` and `payload` and returns what each said, by rank, this one's own included. A text
         under `doing` is what the others say of this rank if it does not answer any more; `what` names the agreement in
-        this one's own messages.
+        this one's own messages; `check` is called while it waits, and raises where there is no use in that.
 
         Raises:
             `RankLost`: a rank is gone or did not answer within the timeout; the message names it.
@@ -109,7 +111,7 @@ class ControlMesh:
             raise RuntimeError(f"rank {self.rank}: a control message of {len(message)} bytes exceeds {_MAX_MESSAGE}")
         try:
             self._send(message)
-            replies = self._receive_all(kind, what or f"'{kind}'")
+            replies = self._receive_all(what or f"'{kind}'", check)
             self._check_nobody_gave_up()
         except RankLost as error:
             self.give_up(error)
@@ -151,8 +153,7 @@ class ControlMesh:
             if fd == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(fd)
-        self._forget_leavers()
-        heard = any(self._has_message(peer) for peer in self._sockets if peer not in self._leaving)
+        heard = any(self._peek(peer) for peer in self._sockets if peer not in self._may_end)
         if not heard:
             self._check_alive()
         return heard
@@ -172,14 +173,12 @@ class ControlMesh:
         self._check_nobody_gave_up()
         self._check_alive()
 
-    def leave(self) -> None:
-        """This rank waits for nobody any more: ends an exchange, from whatever thread."""
-        self.leaving = True
-        self.wake()
-
     def let_leave(self, peer: int) -> None:
         """Rank `peer` may end from now on: that it is gone matters to the next exchange only."""
-        self._leaving.add(peer)
+        self._may_end.add(peer)
+        for fd in (self._sockets[peer].fileno(), self._pidfds.get(peer, -1)):
+            with contextlib.suppress(KeyError, ValueError):
+                self._poller.unregister(fd)
 
     def describe(self, peers: Iterable[int]) -> str:
         """
@@ -204,13 +203,6 @@ class ControlMesh:
             with contextlib.suppress(OSError):
                 connection.send(message, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
-    def _forget_leavers(self) -> None:
-        """Those that may leave are no news when they do."""
-        for peer in self._leaving:
-            for fd in (self._sockets[peer].fileno(), self._pidfds.get(peer, -1)):
-                with contextlib.suppress(KeyError, ValueError, FileNotFoundError):
-                    self._poller.unregister(fd)
-
     def _peek(self, peer: int) -> bytes | None:
         """The next message of a rank, left where it is; None if there is none, empty at the end."""
         try:
@@ -220,22 +212,17 @@ class ControlMesh:
         except ConnectionError:
             return b""
 
-    def _has_message(self, peer: int) -> bool:
-        return bool(self._peek(peer))
-
     def _check_alive(self) -> None:
         """Raises for a rank that has ended, once all it had said is read."""
         for peer in self._sockets:
-            if peer in self._leaving or self._has_message(peer):
-                continue
-            ended = self._peek(peer) == b""
-            if peer in self._pidfds and not ended:
-                ended = bool(select.select([self._pidfds[peer]], [], [], 0)[0]) and not self._has_message(peer)
-            if ended:
+            said = self._peek(peer)
+            if said is None and peer in self._pidfds and select.select([self._pidfds[peer]], [], [], 0)[0]:
+                said = self._peek(peer) or b""
+            if said == b"" and peer not in self._may_end:
                 raise self._ended(peer)
 
     def _ended(self, peer: int) -> GroupLost:
-        if peer in self._leaving:
+        if peer in self._may_end:
             return GroupEnded(f"rank {peer} is finished: all ranks had joined, and its process ended.")
         return GroupLost(f"{self.describe([peer])} has ended. Look for its traceback; one that was killed has none.")
 
@@ -250,7 +237,7 @@ class ControlMesh:
             why = f"{said['why']} (as another rank says)"
             raise RankLost(why) if said.get("final", True) else GroupLost(why)
 
-    def _receive_all(self, kind: str, what: str) -> dict[int, dict[str, Any]]:
+    def _receive_all(self, what: str, check: Callable[[], None]) -> dict[int, dict[str, Any]]:
         replies: dict[int, dict[str, Any]] = {}
         start = time.monotonic()
         warned = False
@@ -266,15 +253,14 @@ class ControlMesh:
             for fd, _ in poller.poll(POLL_SECONDS * 1000):
                 peer = by_fd[fd]
                 if peer not in replies:
-                    replies[peer] = self._receive(peer, kind)
+                    replies[peer] = self._receive(peer)
                 if peer in replies:
                     for other, owner in by_fd.items():
                         if owner == peer:
                             with contextlib.suppress(KeyError, FileNotFoundError):
                                 poller.unregister(other)
             interrupts.deliver()
-            if self.leaving:
-                raise GroupLost(f"rank {self.rank} has left the group")
+            check()
             waited = time.monotonic() - start
             late = sorted(set(self._sockets) - set(replies))
             if late and waited > self.timeout:
@@ -287,7 +273,7 @@ class ControlMesh:
                 logger.warning(f"rank {self.rank} has waited {waited:.0f} s at {what} for {self.describe(late)}")
         return replies
 
-    def _receive(self, peer: int, kind: str) -> dict[str, Any]:
+    def _receive(self, peer: int) -> dict[str, Any]:
         """The next message of `peer`; what it sent before it died is drained first."""
         try:
             message = self._sockets[peer].recv(_MAX_MESSAGE, socket.MSG_DONTWAIT)

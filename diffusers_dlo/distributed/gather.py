@@ -5,6 +5,7 @@ Owns the all-gather of a block's bytes, in place. Must not know which block it g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -15,6 +16,22 @@ from ..device.platform import Platform
 
 # torch 2.13 renames the collective and warns at each call of the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+_MARGIN_SECONDS = 30.0
+"""By so much a device's own limit is longer than the timeout, after which ranks are lost by name."""
+
+
+def new_gather_group(ranks: Sequence[int], backend: str, timeout: float) -> dist.ProcessGroup:
+    """
+    A group for gathers alone. Made by all ranks of the world together, which torch's naming of groups wants where
+    users have made groups of their own.
+    """
+    group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout + _MARGIN_SECONDS))
+    if backend == "gloo" and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        # Waits are bounded elsewhere, where the rank that is late has a name.
+        dist.distributed_c10d._set_pg_timeout(timedelta(days=7), group)
+    return group
 
 
 class InPlaceGather:

@@ -21,9 +21,10 @@ from diffusers.utils import logging
 
 from ..device.platform import Platform
 from ..interrupts import interrupts
+from .agreed_error import describe_error, raise_agreed
 from .connect import connect
 from .control import ControlMesh
-from .gather import InPlaceGather
+from .gather import InPlaceGather, new_gather_group
 
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.get_logger(__name__)
-
-_ERRORS = {cls.__name__: cls for cls in (ValueError, TypeError, RuntimeError, NotImplementedError, MemoryError)}
 
 
 class World:
@@ -146,26 +145,10 @@ class OffloadGroup:
         raise_agreed(error, [reply.get("error") for reply in replies])
 
 
-def describe_error(error: BaseException | None) -> list[str] | None:
-    """An error as it is told to other ranks: its type and text."""
-    return None if error is None else [type(error).__name__, str(error)[:4000] or type(error).__name__]
-
-
-def raise_agreed(own: BaseException | None, errors: Sequence[list[str] | None]) -> None:
-    """Raises this rank's own error, or else that of the first rank that has one, under the same type."""
-    if own is not None:
-        raise own
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise _ERRORS.get(error[0], RuntimeError)(f"rank {rank} failed: {error[1]}")
-
-
 _world: World | None = None
 _groups: dict[tuple[int, ...], OffloadGroup] = {}
 _gather_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 "by their ranks; the same keys on all ranks of the world"
-_MARGIN_SECONDS = 30.0
-"""By so much a device's own limit is longer than the timeout, after which ranks are lost by name."""
 
 
 def local_rank() -> int | None:
@@ -286,7 +269,7 @@ def form_group(world: World, introductions: Sequence[dict[str, Any]], timeout: f
             _groups.pop(row, None)  # not closed: what is enabled in it is still to be disabled
         backend = introductions[row[0]]["backend"]
         if backend is not None and row not in _gather_groups:
-            _gather_groups[row] = _new_gather_group(row, backend, timeout)
+            _gather_groups[row] = new_gather_group(row, backend, timeout)
     if ranks not in _groups:
         rank, pids = ranks.index(world.rank), [introductions[rank]["pid"] for rank in ranks]
         secret = introductions[ranks[0]]["secret"]
@@ -333,15 +316,3 @@ def stay_on_host() -> None:
     """Has the collectives of this process, whose ranks are all of one host, use its loopback interface."""
     for backend in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
-
-
-def _new_gather_group(ranks: Sequence[int], backend: str, timeout: float) -> dist.ProcessGroup:
-    """
-    A group for gathers alone. Made by all ranks of the world together, which torch's naming of groups wants where
-    users have made groups of their own.
-    """
-    group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout + _MARGIN_SECONDS))
-    if backend == "gloo" and group is not dist.GroupMember.NON_GROUP_MEMBER:
-        # Waits are bounded elsewhere, where the rank that is late has a name.
-        dist.distributed_c10d._set_pg_timeout(timedelta(days=7), group)
-    return group

@@ -39,14 +39,13 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-import time
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..config import DistributedLayerwiseOffloadConfig
-from ..interrupts import interrupts
+from .collective_wait import CollectiveWait
 from .collective_watch import CollectiveWatch
-from .control import LATE_SECONDS, ControlMesh, GroupLost, RankLost, logger
+from .control import ControlMesh, GroupLost, RankLost, logger
 from .turn import Step, Turn
 
 
@@ -94,13 +93,14 @@ class PassService:
     The service thread of one rank ([Note: Rendezvous], [Note: Ghost service]).
 
     Args:
-        mesh (`ControlMesh`): used by nobody else while the service runs.
+        mesh (`ControlMesh`): nobody else exchanges anything on it while the service runs.
         laps (`Laps`): what is transferred.
         options (`DistributedLayerwiseOffloadConfig`): how patient it is.
         world_rank (`int`): this rank in the launcher's world, which collectives of the user's count by.
 
     Attributes:
         turn (`Turn`): what the main thread calls.
+        waits (`CollectiveWait`): what both call while they wait for other ranks.
     """
 
     def __init__(
@@ -110,76 +110,21 @@ class PassService:
         self._world_rank = world_rank
         self._laps = laps
         self._watch = CollectiveWatch()
-        self._warned = False
         self._asked_by_leavers = False
         self.turn = Turn(mesh.rank, options, mesh.wake, mesh.describe)
         self._thread = threading.Thread(target=self._serve, name="diffusers_dlo passes", daemon=True)
+        self.waits = CollectiveWait(mesh, self.turn, self._thread)
 
     def start(self) -> None:
         """Begins to serve."""
-        self._mesh.leaving = False
         self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread, whatever it waits for. Idempotent."""
         self.turn.stop()
-        self._mesh.leave()
-        if self._thread is not threading.current_thread() and self._thread.ident is not None:
-            if self._thread.is_alive():
-                self._mesh.wake()
+        if self._thread is not threading.current_thread():
+            self._mesh.wake()
             self._thread.join()
-
-    # What both threads call while they wait for other ranks
-
-    def explain(self, seconds: float = 2.0) -> None:
-        """
-        Something failed that the end of another rank would explain: gives that a moment to show.
-
-        Raises:
-            `RankLost`: it did.
-        """
-        if threading.current_thread() is self._thread:
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline:
-                self._mesh.check()
-                time.sleep(0.01)
-        else:
-            self.turn.await_failure(seconds)
-            self.turn.check()
-
-    def check(self) -> None:
-        """
-        Raises:
-            `RankLost`: there are no passes any more.
-        """
-        if threading.current_thread() is self._thread:
-            self.turn.check_failure()
-        else:
-            self.turn.check()
-
-    def keep_waiting(self, what: str, seconds: float) -> None:
-        """
-        Called at each turn of a wait for other ranks, which has lasted for `seconds`; interrupts are delivered.
-
-        Raises:
-            `RankLost`: there is no use in waiting.
-        """
-        self.check()
-        if threading.current_thread() is self._thread:
-            self._mesh.check()
-        interrupts.deliver()
-        late = seconds > LATE_SECONDS and not self._warned
-        self._warned = seconds > LATE_SECONDS
-        if not late and seconds <= self.turn.options.timeout:
-            return
-        others = [rank for rank in range(self._mesh.size) if rank != self._mesh.rank]
-        blamed = self._mesh.describe(self._mesh.stopped() or others)
-        if seconds > self.turn.options.timeout:
-            raise GroupLost(
-                f"rank {self._mesh.rank} waited {seconds:.0f} s for {what}, and {blamed} took no part. Look for its "
-                "traceback, or raise 'timeout' if it is only slow."
-            )
-        logger.warning(f"rank {self._mesh.rank} has waited {seconds:.0f} s for {what}, and for {blamed}")
 
     # The thread
 
@@ -212,7 +157,8 @@ class PassService:
         own = {"leaving": self.turn.leaving, "doing": _describe(kind, asked, self.turn.leaving), **(asked or {})}
         # Looked for only while somebody waits to leave: it keeps a frame, and with it what the frame computes with.
         own["waits_for"] = self._watch.look(self.turn.driver) if self._asked_by_leavers else []
-        replies = self._mesh.exchange(kind, "the beginning of a pass", **own, **self._laps.describe_state())
+        own |= self._laps.describe_state()
+        replies = self._mesh.exchange(kind, "the beginning of a pass", self.turn.check_failure, **own)
         not_joined = [rank for rank, reply in enumerate(replies) if reply["kind"] != "bye"]
         others = [rank for rank in not_joined if rank != self._mesh.rank]
         self._asked_by_leavers = any(reply["leaving"] for reply in replies)

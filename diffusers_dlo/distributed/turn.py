@@ -68,7 +68,7 @@ class Turn(Ending):
         self._touched = time.monotonic()
         self._presence = Presence()
         self._farewell = Farewell(rank, describe)
-        self._ending = False
+        self._at_its_end = False
         self.forked = False
         in_forked_children(self.disarm)
 
@@ -127,7 +127,7 @@ class Turn(Ending):
         """
         with interrupts, self._state:
             self.check()
-            if self._ending:
+            if self._at_its_end:
                 raise RankLost(f"rank {self._rank}: this process is at its end, and computes no more.")
             self.hand_back()
             self._driver = threading.get_ident()
@@ -160,7 +160,7 @@ class Turn(Ending):
             self.check()
             if self.drives_here:
                 self.hand_back()
-            self._ending |= leaving
+            self._at_its_end |= leaving
             if self._farewell.was_completed(pause) and not leaving:
                 if pause:
                     self._farewell.pause()

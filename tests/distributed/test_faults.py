@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from diffusers_dlo import apply_distributed_layerwise_offload
-from diffusers_dlo.distributed import control, pass_service
+from diffusers_dlo.distributed import collective_wait, control
 from diffusers_dlo.distributed.control import RankLost
 from diffusers_dlo.gather_lane import GatherLane
 from diffusers_dlo.host.packed import PackedStore
@@ -146,7 +146,7 @@ def test_where_shards_are_lost_survivors_hear_of_whom(size: int) -> None:
 def _stopped(rank: int, size: int, seconds: float, timeout: float) -> tuple[list[str], list[str], str]:
     heard = Heard()
     control.LATE_SECONDS = 1.0
-    pass_service.LATE_SECONDS = 1.0
+    collective_wait.LATE_SECONDS = 1.0
     model, reference = toy(toys.Stack, 5), toy(toys.Stack, 5)
     handle = apply_distributed_layerwise_offload(model, timeout=timeout, grace=0.2)
     with torch.no_grad():
@@ -406,3 +406,30 @@ def _drops_and_enables(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", (2, 3))
 def test_a_dropped_model_makes_room_for_the_next(size: int) -> None:
     run_ranks(size, _drops_and_enables)
+
+
+def _dropped_before_the_loss(rank: int, size: int) -> None:
+    """A model that only this rank has dropped goes with the group, and not on alone."""
+    first, second, reference = (toy(toys.Stack, 5) for _ in range(3))
+    handles = [apply_distributed_layerwise_offload(model, host="packed", grace=0.2) for model in (first, second)]
+    store = handles[0]._store
+    with torch.no_grad():
+        for model in (first, second):
+            assert torch.equal(model(feed(rank)), reference(feed(rank)))
+        handles[1].join()
+        if rank == 1:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine = handles[1]._engine
+        first, model, handles[0] = None, None, None
+        gc.collect()
+        assert engine.names == ["model", "model#2"] and store.shared_nbytes > 0  # the other rank may ask for it
+        deadline = time.monotonic() + 15
+        while handles[1].report().transfer == "all_gather" and time.monotonic() < deadline:
+            assert torch.equal(second(feed(3)), reference(feed(3)))
+        assert engine.names == ["model#2"] and store.shared_nbytes == 0
+    handles[1].remove()
+
+
+def test_a_model_that_was_dropped_before_a_loss_goes_with_the_group() -> None:
+    run_ranks(2, _dropped_before_the_loss, expect_death=(1,))
