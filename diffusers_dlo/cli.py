@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ._version import __version__
-from .tables import format_bytes
+from .byte_size import format_bytes
 
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .byte_size import parse_bytes
+
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +22,7 @@ TRANSFERS = ("auto", "all_gather", "local")
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 UNEVEN = ("ghost", "error")
 HOSTS = ("auto", "mapped", "packed", "pinned")
+GATHERS = ("auto", "collective", "pull")
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class DistributedLayerwiseOffloadConfig:
             `"all_gather"`: each rank of a host copies 1/N of a block and an all-gather rebuilds it. `"local"`: each
             rank copies whole blocks over its own link. `"auto"`: `"local"` for one rank, `"all_gather"` for more.
         num_slots (`int` or `"auto"`, defaults to `"auto"`):
-            How many block-sized buffers the device holds, 2 or more. `"auto"` is 2: one computes, one arrives.
+            How many block-sized buffers the device holds, 2 or more. `"auto"` is 2 (one computes, one arrives), and 3
+            with a `device_budget`.
         host (`str`, defaults to `"auto"`):
             Where the bytes live. `"mapped"`: in the safetensors files they were loaded from, whose page cache all
             ranks of a host share; weights that are in no file (cast, changed) as with `"packed"`. `"packed"`: one
@@ -45,6 +49,14 @@ class DistributedLayerwiseOffloadConfig:
         cache_dir (`str` or `os.PathLike`, *optional*):
             A directory to stream from. Where more than a tenth of the weights is in no file as it is used, because it
             was cast or changed, all that streams is written there once, and later starts find it.
+        device_budget (`int` or `str`, *optional*):
+            Bytes of device memory of each rank, or text such as `"40GiB"`, for weights that stay there and are not
+            copied in every pass, beyond slots and the weights that never stream. `"auto"`: what the first pass leaves
+            free. None: nothing stays.
+        gather (`str`, defaults to `"auto"`):
+            With `all_gather`, how shards that stay on the devices become blocks. `"collective"`: by the backend's
+            all-gather. `"pull"`: each rank copies from the memory of the others, which takes no part of the compute
+            units and no agreement. `"auto"`: `"pull"` where all shards stay, and devices can map each other's memory.
         mesh (`torch.distributed.device_mesh.DeviceMesh`, *optional*):
             The ranks that share weights: a one-dimensional mesh, or the last dimension of a larger one. Defaults to
             the ranks of one host.
@@ -68,6 +80,8 @@ class DistributedLayerwiseOffloadConfig:
     num_slots: int | str = "auto"
     host: str = "auto"
     cache_dir: str | os.PathLike[str] | None = None
+    device_budget: int | str | None = None
+    gather: str = "auto"
     mesh: DeviceMesh | None = None
     blocks: Mapping[str, Sequence[str]] | Sequence[str] | None = None
     uneven: str = "ghost"
@@ -106,6 +120,14 @@ class DistributedLayerwiseOffloadConfig:
                 raise ValueError(
                     f"'num_slots' must be at least 2, got {self.num_slots}: one block computes while the next arrives."
                 )
+        _check_choice("gather", self.gather, GATHERS)
+        if self.device_budget is not None and self.device_budget != "auto":
+            object.__setattr__(self, "device_budget", parse_bytes(self.device_budget, "device_budget"))
+        if self.gather == "pull" and not isinstance(self.device_budget, int):
+            raise ValueError(
+                "'gather' is \"pull\", which copies shards that stay on the devices; say how much may stay, such as "
+                'device_budget="40GiB".'
+            )
         _check_choice("uneven", self.uneven, UNEVEN)
         if isinstance(self.grace, bool) or not isinstance(self.grace, (int, float)):
             raise TypeError(f"'grace' must be a number of seconds, got {self.grace!r}.")
@@ -145,7 +167,9 @@ class DistributedLayerwiseOffloadConfig:
     @property
     def slots(self) -> int:
         """`num_slots` as a number."""
-        return 2 if self.num_slots == "auto" else int(self.num_slots)
+        if self.num_slots == "auto":
+            return 3 if self.device_budget else 2
+        return int(self.num_slots)
 
     def transfer_for(self, group_size: int) -> str:
         """`transfer` with `"auto"` decided for a group of this many ranks."""

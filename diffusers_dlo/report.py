@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+from .byte_size import format_bytes
 from .engine import Engine
 from .host.store import HostStore
 from .offload_plan import OffloadPlan
-from .tables import format_bytes, render_table
+from .tables import render_table
 from .units import Counters
 
 

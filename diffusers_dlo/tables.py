@@ -13,21 +13,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from .byte_size import format_bytes
+
 
 if TYPE_CHECKING:
     from .offload_plan import OffloadPlan
-
-
-def format_bytes(nbytes: float) -> str:
-    """`nbytes` for people: binary units, three digits."""
-    units = ["B", "KiB", "MiB", "GiB"]
-    while nbytes >= 999.5 and len(units) > 1:
-        nbytes /= 1024
-        units.pop(0)
-    unit = units[0]
-    if unit == "B" or nbytes >= 99.95:
-        return f"{nbytes:,.0f} {unit}"
-    return f"{nbytes:.3g} {unit}"
 
 
 def render_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -19,8 +19,8 @@ from diffusers_dlo import (
 )
 from diffusers_dlo.block_discovery import Selection
 from diffusers_dlo.block_layout import align
+from diffusers_dlo.byte_size import format_bytes
 from diffusers_dlo.offload_plan import build_plan, find_all, get_offload_plan
-from diffusers_dlo.tables import format_bytes
 from tests import toys, zoo
 from tests.toys import Block, feed, toy
 
