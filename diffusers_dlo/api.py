@@ -35,6 +35,7 @@ from .host.store import HostStore
 from .interrupts import interrupts
 from .offload_plan import OffloadPlan, build_plan, find_all, select, transfers_of
 from .process_engine import get_engine, pausing
+from .resident_memory import ResidentMemory
 from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
 from .validation import refuse_changed_before_cast, refuse_enabled, validate_module, validate_placed
 
@@ -249,14 +250,17 @@ def _commit(
     moved: list[Move] = []
     with ExitStack() as undo:
         undo.callback(store.close)
+        residents = ResidentMemory(engine, store.plan, config)
         undo.callback(put_back, moved)
         for part in parts:
             undo.callback(part.detach)
         with group.agreement("enable: device"):
             for part, component in zip(parts, store.plan.components):
-                part.attach_to_engine(component, store, config)
+                part.attach_to_engine(component, store, config, residents.lane_of(component.name, component.transfer))
+            residents.keep([part.component for part in parts])
             move_tensors(_resident(parts, selection.placed), platform.device, moved, aligned=True)
         _fill_store(parts, store, group)
+        residents.fill([part.component for part in parts])
         handle = OffloadHandle(config, store.plan, engine, parts, selection.placed, store)
         with group.agreement("enable: hooks"):
             for part in parts:

@@ -7,6 +7,7 @@ and which forwards are open, by one thread at a time. Must not touch modules: ho
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from .host.store import tensor_view
 from .lane import Lane
 from .leaves import Leaves
 from .local_lane import LocalLane
+from .pull_lane import PullLane
+from .residency import ResidentPlan
 from .units import Component, Counters, Unit
 
 
@@ -53,27 +56,47 @@ class Engine:
     def attach(self, component: Component, config: DistributedLayerwiseOffloadConfig) -> None:
         """Takes a component in; allocates its slots."""
         self._bury()
-        transfer = component.plan.transfer
-        lane = self.lanes.get(transfer)
+        lane = self.lanes.get(component.lane)
         if lane is None:
-            if transfer == "all_gather":
-                lane = GatherLane(self.platform, self.counters, self.group, config, self._forget, self._close_store)
-                before_exit(self.leave_group)
-            else:
-                lane = LocalLane(self.platform, self.counters)
-            self.lanes[transfer] = lane
+            lane = self.lanes[component.lane] = self._new_lane(component.lane, config)
         elif isinstance(lane, GatherLane):
             lane.reconfigure(config)
         self._components[component.name] = component
         lane.add(component, config.slots)
 
+    def _new_lane(self, kind: str, config: DistributedLayerwiseOffloadConfig) -> Lane:
+        if kind == "all_gather":
+            before_exit(self.leave_group)
+            return GatherLane(self.platform, self.counters, self.group, config, self._forget, self._close_store)
+        if kind == "pull":
+            assert self.group.gather is not None
+            return PullLane(self.platform, self.counters, self.group.gather)
+        return LocalLane(self.platform, self.counters)
+
+    def keep(
+        self, component: Component, residents: ResidentPlan, peers: Mapping[int, Sequence[torch.Tensor]] | None = None
+    ) -> None:
+        """
+        Has what `residents` says of a component stay on the device, from its next fetch on. `peers` are the places of
+        all ranks' shards, by block, where each rank can read them.
+        """
+        name = component.plan.name
+        shards = {block: peers[block] if peers else () for block in residents.shards.get(name, ())}
+        self._lane_of(component).keep(component, residents.whole.get(name, ()), shards, residents.staging_nbytes)
+
+    def fill(self, component: Component) -> None:
+        """Brings what stays to the device now, where no pass does: all ranks together."""
+        lane = self._lane_of(component)
+        if isinstance(lane, PullLane):
+            lane.fill(component)
+
     def detach(self, component: Component, shrink: bool = True) -> None:
         """Lets a component go, and its slots with the last one; see `Lane.remove`."""
-        lane = self.lanes.get(component.plan.transfer)
+        lane = self.lanes.get(component.lane)
         if lane is not None:
             lane.remove(component, shrink)
             if not lane.components:
-                self.lanes.pop(lane.transfer, None)
+                self.lanes.pop(lane.kind, None)
         self._leaves.let_go(component.leaves)
         if self._components.pop(component.name, None) is not None:
             self._close(component)
@@ -92,7 +115,7 @@ class Engine:
         while self._discarded:
             component = self._discarded.pop()
             self._leaves.let_go(component.leaves)
-            lane = self.lanes.get(component.plan.transfer)
+            lane = self.lanes.get(component.lane)
             if isinstance(lane, GatherLane) and component.name in lane.components:
                 lane.abandon(component)  # ranks collect garbage at different times
             else:
@@ -102,9 +125,9 @@ class Engine:
     def _forget(self, component: Component) -> None:
         """No rank needs a component any more. Called by the service thread too: it must not wait, nor iterate."""
         self._components.pop(component.name, None)
-        lane = self.lanes.get(component.plan.transfer)
+        lane = self.lanes.get(component.lane)
         if lane is not None and not lane.components:
-            self.lanes.pop(lane.transfer, None)
+            self.lanes.pop(lane.kind, None)
 
     def _close_store(self, component: Component) -> None:
         """Closes the store of a component, unless another one's weights are in it too."""
@@ -121,6 +144,11 @@ class Engine:
     def idle(self) -> bool:
         """Whether nothing is attached."""
         return not self._components
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Device bytes of what stays, staging included."""
+        return sum(lane.resident_nbytes for lane in self.lanes.values())
 
     @property
     def device_slot_nbytes(self) -> int:
@@ -170,7 +198,7 @@ class Engine:
         """Makes a unit's tensors readable on the current stream."""
         if self._thread is not None:
             self._claim_thread(unit.component)
-        if unit.layout.is_leaf or (not self._open and self._components[unit.component].plan.transfer == "local"):
+        if unit.layout.is_leaf or (not self._open and self._components[unit.component].lane == "local"):
             unit.store.check()  # where no pass and no forward does
         if unit.layout.is_leaf:
             self._leaves.acquire(unit)
@@ -301,7 +329,7 @@ class Engine:
             local.admit(component, lane.num_slots)  # slots are made as they are needed, which may fail
 
     def _lane_of(self, component: Component) -> Lane:
-        return self.lanes[component.plan.transfer]
+        return self.lanes[component.lane]
 
     def _close(self, component: Component) -> None:
         """Takes a forward off the open ones, with whatever was open inside it."""

@@ -7,7 +7,7 @@ becomes of it when a rank is lost. Must not decide when a pass begins (`distribu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,12 +16,13 @@ import torch
 from .caller import Caller
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Event, Platform
-from .device.ring import BlockViews, Slot, realign
+from .device.ring import Slot, become_right, realign
 from .distributed.control import GroupLost, RankLost
 from .distributed.group import OffloadGroup
 from .distributed.pass_service import PassService
-from .lane import Lane, copy_extents
+from .lane import Lane
 from .laps import Lap, LapPlan
+from .shard_transfer import ShardTransfer
 from .units import Component, Counters, Unit
 
 
@@ -41,7 +42,7 @@ class GatherLane(Lane):
         on_freed (`Callable[[Component], None]`): told of it again once nothing uses its store any more.
     """
 
-    transfer = "all_gather"
+    kind = "all_gather"
 
     def __init__(
         self,
@@ -62,6 +63,9 @@ class GatherLane(Lane):
         self._dropped: list[Component] = []
         self._abandoned: set[str] = set()
         self._caller: Caller | None = None
+        self._shards: ShardTransfer | None = None
+        if group.gather is not None:
+            self._shards = ShardTransfer(platform, counters, self._copy, self._comm, group.gather, self._settle)
         self.service: PassService | None = None
         if group.passes is not None:
             self.service = PassService(group.passes, self, options, group.world.rank)
@@ -97,6 +101,27 @@ class GatherLane(Lane):
         self.service.turn.join(pause, leaving)
 
     # Membership
+
+    def keep(
+        self,
+        component: Component,
+        whole: Iterable[int],
+        shards: Mapping[int, Sequence[torch.Tensor]],
+        staging_nbytes: int = 0,
+    ) -> None:
+        super().keep(component, whole, shards, staging_nbytes)
+        if self._shards is not None:
+            self._shards.fit_staging(self.components.values())
+
+    def give_back(self, component: Component) -> None:
+        super().give_back(component)
+        if self._shards is not None:
+            self._shards.forget(component.name)
+            self._shards.fit_staging(self.components.values())
+
+    @property
+    def resident_nbytes(self) -> int:
+        return super().resident_nbytes + (self._shards.staging_nbytes if self._shards is not None else 0)
 
     def remove(self, component: Component, shrink: bool = True) -> None:
         super().remove(component, shrink)
@@ -144,6 +169,7 @@ class GatherLane(Lane):
         if self.service is not None:
             self.service.stop()
         for component in self.components.values():
+            self.give_back(component)
             for block in component.blocks:
                 block.views = []
         self.components = {}
@@ -166,6 +192,9 @@ class GatherLane(Lane):
             self._check()
             lap = self._lap
             if lap is not None and lap.component is component and (self.service is None or self.service.turn.owns_lap):
+                if block.settled:
+                    assert block.home is not None
+                    return block.home.slot
                 slot = self.ring.find(component.name, block.index)
                 if slot is not None:
                     return slot
@@ -202,8 +231,17 @@ class GatherLane(Lane):
             )
 
     def _fetch_ahead(self, component: Component, block: Unit) -> None:
-        assert self.ring is not None and self._lap is not None
-        while not self._lap.done and not self.ring.next_slot.holds:
+        """
+        A slot that is not held may wait for its turn, so what is fetched into next has to have been passed: by the
+        block that is acquired, where it is in a slot itself, else by the last one that was.
+        """
+        assert self.ring is not None and self._lap is not None and block.slot is not None
+        in_ring = block.home is None or block.slot is not block.home.slot
+        passed = block.slot.stamp.seq - 1 if in_ring and block.slot.stamp is not None else self._passed
+        while not self._lap.done:
+            takes_slot = self._lap.next_block.home is None
+            if takes_slot and (self.ring.next_slot.holds or self.ring.seq - len(self.ring.slots) > passed):
+                return
             self._fetch_next()
 
     def _fetch_next(self) -> None:
@@ -220,22 +258,11 @@ class GatherLane(Lane):
             raise
         lap.advance()
 
-    def _transfer(self, slot: Slot, views: BlockViews, fence: Event) -> None:
-        gather = self._group.gather
-        if gather is None:  # alone: what is copied is the block
-            super()._transfer(slot, views, fence)
-            return
-        self.platform.submit(self._copy, lambda: copy_extents(views), after=(fence,), record=slot.arrived)
-
-        def work() -> None:
-            if self.platform.waits_on_host:
-                slot.pending = gather.start(views.image, views.shard), views
-            else:
-                gather(views.image, views.shard)
-                realign(views.realigned)
-
-        self.platform.submit(self._comm, work, after=(slot.arrived,), record=slot.ready)
-        self.counters.gather_nbytes += views.image.numel() - views.shard.numel()
+    def _transfer(self, slot: Slot, block: Unit, fence: Event) -> None:
+        if self._shards is None:  # alone: what is copied is the block
+            super()._transfer(slot, block, fence)
+        else:
+            self._shards.transfer(slot, block, fence, self._lap.upcoming() if self._lap is not None else ())
 
     def _settle(self, slot: Slot) -> None:
         if slot.pending is None:
@@ -327,12 +354,16 @@ class GatherLane(Lane):
             self._drop_ring()
         while self._dropped:
             component = self._dropped.pop()
+            self.give_back(component)
             for block in component.blocks:
                 block.views = []
             self._on_freed(component)
 
     def is_intact(self) -> bool:
-        return self.ring is None or self.platform.waits_on_host or self.ring.become_right(_SETTLE_SECONDS)
+        if self.ring is None or self.platform.waits_on_host:
+            return True
+        homes = [b.home.slot for c in self.components.values() for b in c.blocks if b.home is not None]
+        return become_right(self.platform, (*self.ring.slots, *homes), _SETTLE_SECONDS)
 
     def abort(self) -> None:
         # A host's own waits are bounded, and its collectives fail by themselves.

@@ -18,14 +18,16 @@ computes, and fetching. Must not decide what is fetched next, nor touch modules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from .caller import Caller
 from .device.platform import Event, Platform
-from .device.ring import BlockViews, Ring, Slot, realign
+from .device.resident import Home, new_shard
+from .device.ring import Ring, Slot, Stamp, realign
+from .shard_transfer import copy
 from .units import Component, Counters, Unit
 
 
@@ -40,7 +42,7 @@ class Lane:
         rank (`int`), size (`int`): this rank's shard of each block, and of how many.
     """
 
-    transfer: str
+    kind: str
 
     def __init__(self, platform: Platform, counters: Counters, rank: int = 0, size: int = 1) -> None:
         self.platform = platform
@@ -52,6 +54,8 @@ class Lane:
         self.components: dict[str, Component] = {}
         self._copy = platform.new_stream()
         self._issuing = False
+        self._passed = -1
+        "number of the last fetch whose block has been computed"
 
     # Membership
 
@@ -79,6 +83,7 @@ class Lane:
         if self.components.pop(component.name, None) is None:
             return
         self._let_go(component.blocks)
+        self.give_back(component)
         for block in component.blocks:
             block.views = []
         if shrink or not self.components:
@@ -87,6 +92,34 @@ class Lane:
                 self._fit_ring()
         elif self.ring is not None:
             self.ring.forget(component.name)
+
+    def keep(
+        self,
+        component: Component,
+        whole: Iterable[int],
+        shards: Mapping[int, Sequence[torch.Tensor]],
+        staging_nbytes: int = 0,
+    ) -> None:
+        """
+        Allocates memory for what stays from its next fetch on: blocks that stay `whole`, and others of which this
+        rank's shard does, with the places of all ranks' `shards` of it, if they can be read.
+        """
+        for index in whole:
+            block = component.blocks[index]
+            block.home = Home(self.platform, block.layout, block.extents, self.size, self.rank)
+        for index, peers in shards.items():
+            block = component.blocks[index]
+            nbytes = block.layout.shard_nbytes(self.size)
+            block.shard = new_shard(self.platform, nbytes, block.extents, peers, self.rank)
+        component.staging_nbytes = staging_nbytes
+
+    def give_back(self, component: Component) -> None:
+        """Nothing of a component stays any more. Its blocks that compute now keep their memory until they have."""
+        if component.resident_nbytes:
+            self.platform.synchronize()
+        for block in component.blocks:
+            block.home = block.shard = None
+        component.staging_nbytes = 0
 
     @property
     def transient(self) -> bool:
@@ -98,12 +131,17 @@ class Lane:
         """Device bytes of the slots that exist now."""
         return self.ring.nbytes if self.ring is not None else 0
 
+    @property
+    def resident_nbytes(self) -> int:
+        """Device bytes of what stays, and of what is staged for the slots."""
+        return sum(component.resident_nbytes for component in self.components.values())
+
     def _fit_ring(self) -> None:
         blocks = [block for component in self.components.values() for block in component.blocks]
         slot_nbytes = max(block.layout.padded_nbytes(self.size) for block in blocks)
         if self.ring is None or self.ring.slot_nbytes < slot_nbytes or len(self.ring.slots) < self.num_slots:
             self._drop_ring()
-            self.ring = Ring(self.platform, self.num_slots, slot_nbytes)
+            self.ring, self._passed = Ring(self.platform, self.num_slots, slot_nbytes), -1
             for block in blocks:
                 block.views = []
         for block in blocks:
@@ -154,7 +192,7 @@ class Lane:
             self.platform.compute_wait(slot.fence)
             slot.used = True
             self._confirm()
-            block.point(block.views[slot.index].tensors)
+            block.point(block.views_in(slot).tensors)
         except BaseException:
             self._let_go([block])
             raise
@@ -191,6 +229,8 @@ class Lane:
                 if block.slot.used:
                     self.platform.compute_record(block.slot.free)
                 block.slot.holds -= 1
+                if block.slot.stamp is not None:
+                    self._passed = max(self._passed, block.slot.stamp.seq)
                 block.slot, block.holds = None, 0
 
     # Fetching
@@ -216,29 +256,38 @@ class Lane:
         assert self.ring is not None
         if self._issuing:
             self._recover(block)
-        self._settle(self.ring.next_slot)
+        home = block.home
+        slot = self.ring.next_slot if home is None else home.slot
+        self._settle(slot)
         self._issuing = True
-        if self.ring.next_slot.holds:
+        if slot.holds:
             self._issuing = False
             held = ", ".join(sorted(str(unit) for c in self.components.values() for unit in c.blocks if unit.held))
             raise RuntimeError(
                 f"rank {self.rank}: {block} needs a slot while {held} compute, one inside the other. Raise "
                 f"'num_slots' to {len(self.ring.slots) + 1}."
             )
-        fence = self.ring.next_slot.fence
-        slot = self.ring.take(block.component, block.index)
-        views = block.views[slot.index]
-        self._transfer(slot, views, fence)
-        self.counters.h2d_nbytes += views.h2d_nbytes
+        fence = slot.fence
+        if home is None:
+            self.ring.take(block.component, block.index)
+        else:
+            slot.stamp, slot.used = Stamp(block.component, block.index, -1), False
+        self._transfer(slot, block, fence)
+        if home is not None:
+            home.filled = True
         self._issuing = False
         return slot
 
-    def _transfer(self, slot: Slot, views: BlockViews, fence: Event) -> None:
+    def _transfer(self, slot: Slot, block: Unit, fence: Event) -> None:
+        """Queues all that brings a block into a slot, once `fence` has passed."""
+        views = block.views_in(slot)
+
         def work() -> None:
-            copy_extents(views)
+            copy(views.copies)
             realign(views.realigned)
 
         self.platform.submit(self._copy, work, after=(fence,), record=slot.ready)
+        self.counters.count_h2d(views.copies)
 
     def _recover(self, block: Unit) -> None:
         """A fetch was interrupted in the middle. Alone, forget what the slots hold and go on."""
@@ -252,16 +301,10 @@ class Lane:
         if self.ring is None:
             self._fit_ring()
         assert self.ring is not None
-        slot = self._fetch(block)
+        slot = block.home.slot if block.home is not None and block.home.filled else self._fetch(block)
         self._settle(slot)
         slot.used = True
         self.platform.compute_wait(slot.ready)
-        image = block.views[slot.index].image[: block.layout.nbytes].to("cpu", copy=True)
+        image = block.views_in(slot).image[: block.layout.nbytes].to("cpu", copy=True)
         self.platform.compute_record(slot.free)
         return image
-
-
-def copy_extents(views: BlockViews) -> None:
-    """Queues the copies of one block's extents."""
-    for target, source in views.copies:
-        target.copy_(source, non_blocking=True)

@@ -5,11 +5,12 @@ Owns what a lap is: a function of what all ranks have said, and the same on all 
 [Note: Pass]
     In a gathered lane collectives happen only inside a pass, in the lap's order, on every rank. A pass starts by
     agreement and runs one lap of one component: the blocks of its order that the last lap left out, then the first
-    `num_slots - 1` again for the next pass. Within a lap no rank leaves out a fetch: a block that its model skips is
-    fetched and overwritten, and one that lies behind the lap asks for another pass. The lap is a function of what was
-    agreed (component, order, and what the ring holds), and that is compared at the agreement: two ranks that would
-    gather different blocks raise before a byte moves. A fetch that was interrupted in the middle leaves the group's
-    order unknown, so the lane refuses to go on rather than guess.
+    `num_slots - 1` again for the next pass; blocks that stay on the device whole are fetched once, in the first.
+    Within a lap no rank leaves out a fetch: a block that its model skips is fetched and overwritten, and one that lies
+    behind the lap asks for another pass. The lap is a function of what was agreed (component, order, and what the ring
+    holds), and that is compared at the agreement: two ranks that would gather different blocks raise before a byte
+    moves. A fetch that was interrupted in the middle leaves the group's order unknown, so the lane refuses to go on
+    rather than guess.
 
 [Note: Order]
     The order is that of registration at first. A rank proposes the order it saw in its first complete pass, without
@@ -19,7 +20,7 @@ Owns what a lap is: a function of what all ranks have said, and the same on all 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from .distributed.control import RankLost
@@ -27,11 +28,12 @@ from .units import Component, Unit
 
 
 class Lap:
-    """One turn through a component's blocks: those still to fetch, in order."""
+    """One turn through a component's blocks: those still to fetch, in order. The next one begins with `after`."""
 
-    def __init__(self, component: Component, blocks: Sequence[int]) -> None:
+    def __init__(self, component: Component, blocks: Sequence[int], after: Sequence[int]) -> None:
         self.component = component
         self._blocks = tuple(blocks)
+        self._after = tuple(after)
         self._last = {block: place for place, block in enumerate(blocks)}
         self._position = 0
 
@@ -48,6 +50,10 @@ class Lap:
     def ahead_of(self, block: int) -> bool:
         """Whether a block is still to be fetched."""
         return self._last.get(block, -1) >= self._position
+
+    def upcoming(self) -> Iterator[Unit]:
+        """What follows on the next block, here and in the next lap of the same component, should that be next."""
+        return (self.component.blocks[block] for block in (*self._blocks[self._position + 1 :], *self._after))
 
     def advance(self) -> None:
         """What was next has been fetched."""
@@ -68,7 +74,10 @@ class LapPlan:
         it computes no more. `seq` is the number of the ring's next fetch.
         """
         state: list[Any] = [seq, [list(item) for item in self._ahead]]
-        state += [[name, component.order_digest] for name, component in sorted(components.items())]
+        state += [
+            [name, component.order_digest, component.residency_digest]
+            for name, component in sorted(components.items())
+        ]
         return {"passes": self._passes, "state": state, "abandoned": sorted(abandoned)}
 
     def choose(
@@ -104,23 +113,19 @@ class LapPlan:
     def open(self, component: Component, num_slots: int) -> Lap:
         """The lap of the pass that begins."""
         self._passes += 1
+        streamed, blocks = component.streamed_order, component.blocks
+        ahead = streamed[: num_slots - 1]
         held = 0
-        while held < min(len(self._ahead), len(component.order)) and self._ahead[held] == (
-            component.name,
-            component.order[held],
-        ):
+        while held < min(len(self._ahead), len(streamed)) and self._ahead[held] == (component.name, streamed[held]):
             held += 1
-        return Lap(component, component.order[held:] + _ahead_of(component, num_slots))
+        wanted = [block for block in component.order if block not in streamed[:held] and not blocks[block].settled]
+        return Lap(component, (*wanted, *ahead), streamed[len(ahead) :] + ahead)
 
     def close(self, lap: Lap, num_slots: int) -> None:
         """A lap is complete."""
-        self._ahead = tuple((lap.component.name, block) for block in _ahead_of(lap.component, num_slots))
+        ahead = lap.component.streamed_order[: num_slots - 1]
+        self._ahead = tuple((lap.component.name, block) for block in ahead)
 
     def forget(self) -> None:
         """The ring holds nothing any more."""
         self._ahead = ()
-
-
-def _ahead_of(component: Component, num_slots: int) -> tuple[int, ...]:
-    """What a lap fetches at its end for the next one."""
-    return component.order[: num_slots - 1]

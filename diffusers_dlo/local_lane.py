@@ -13,7 +13,7 @@ from .units import Component, Unit
 class LocalLane(Lane):
     """Each rank copies whole blocks, in the order it expects; a block that is skipped is not copied. No passes."""
 
-    transfer = "local"
+    kind = "local"
 
     def _reach(self, component: Component, block: Unit) -> Slot:
         assert self.ring is not None
@@ -21,17 +21,26 @@ class LocalLane(Lane):
             component.adopt(component.proposal)
         if block.index not in component.order:
             component.adopt(component.full_order)
-        return self.ring.find(component.name, block.index) or self._fetch(block)
+        if block.settled:
+            assert block.home is not None
+            return block.home.slot
+        found = self.ring.find(component.name, block.index) if block.home is None else None
+        return found or self._fetch(block)
 
     def _fetch_ahead(self, component: Component, block: Unit) -> None:
         assert self.ring is not None
         order = component.order
         position = order.index(block.index)
-        wraps = not self.transient
-        for ahead in range(1, len(self.ring.slots)):
-            if position + ahead >= len(order) and not wraps:
+        free = len(self.ring.slots) - (block.home is None)
+        for ahead in range(1, len(order)):
+            if free == 0 or (position + ahead >= len(order) and self.transient):
                 return
             expected = component.blocks[order[(position + ahead) % len(order)]]
+            if expected.home is not None:
+                if not expected.home.filled:
+                    self._fetch(expected)
+                continue
+            free -= 1
             if self.ring.find(component.name, expected.index) is None:
                 if self.ring.next_slot.holds:
                     return

@@ -7,7 +7,7 @@ Pure: works on a meta model and imports no devices and no process groups.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from .block_layout import BlockLayout, lay_out
 from .checkpoint.mapped import FileRange, locate_tensors
 from .checkpoint.remap import remap_function
 from .config import DistributedLayerwiseOffloadConfig
+from .residency import Candidate, ResidentPlan, plan_residents
 from .tensor_utils import OwnedTensor, nbytes_of, owned_tensors
 from .validation import refuse_fixed_addresses, validate_blocks_option
 
@@ -40,6 +41,8 @@ class ComponentPlan:
     placed_nbytes: int
     transient: bool = False
     "Whether its slots exist only while the component runs (a text encoder beside a gathered transformer)."
+    runs_once: bool = False
+    "Whether it runs once for a prompt, beside a component that runs in every step."
 
     @property
     def streamed_nbytes(self) -> int:
@@ -62,6 +65,7 @@ class OffloadPlan:
     group_size: int
     num_slots: int
     host: str = "auto"
+    device_budget: int | str | None = None
 
     @property
     def blocks(self) -> list[BlockLayout]:
@@ -98,6 +102,23 @@ class OffloadPlan:
         return max(sizes, default=0)
 
     @property
+    def candidates(self) -> list[Candidate]:
+        """The blocks that may stay on the device: those that are needed in every step."""
+        return [
+            Candidate(c.name, i, block) for c in self.components if not c.runs_once for i, block in enumerate(c.blocks)
+        ]
+
+    def residents_for(self, budget: int, all_shards: bool = True) -> ResidentPlan:
+        """What stays on the device of each rank for a budget in bytes; arguments as for `plan_residents`."""
+        shards = max((self.shards(c) for c in self.components if not c.runs_once), default=1)
+        return plan_residents(self.candidates, shards, self.num_slots, budget, all_shards)
+
+    @cached_property
+    def residents(self) -> ResidentPlan:
+        """What stays for the plan's own budget; nothing yet with `"auto"`."""
+        return self.residents_for(self.device_budget) if isinstance(self.device_budget, int) else ResidentPlan()
+
+    @property
     def device_slot_nbytes(self) -> int:
         """Device bytes of all slots, transient ones included."""
         return self.num_slots * sum(self.slot_nbytes(transfer) for transfer in ("all_gather", "local"))
@@ -131,7 +152,12 @@ class OffloadPlan:
 
     def summary_lines(self) -> list[str]:
         """One short line for each fact that ranks must share; a block stands as its name and digest."""
-        lines = [f"num_slots {self.num_slots}", f"host {self.host!r}", f"group size {self.group_size}"]
+        lines = [
+            f"num_slots {self.num_slots}",
+            f"device_budget {self.device_budget!r}",
+            f"host {self.host!r}",
+            f"group size {self.group_size}",
+        ]
         for component in self.components:
             lines.append(
                 f"component '{component.name}' {component.class_name} {component.transfer}"
@@ -153,6 +179,7 @@ def plan_component(
     resident: Sequence[OwnedTensor],
     transfer: str,
     transient: bool = False,
+    runs_once: bool = False,
     files: Mapping[int, FileRange] | None = None,
 ) -> ComponentPlan:
     """
@@ -168,12 +195,13 @@ def plan_component(
         leaves=tuple(layout for layout in layouts if layout.is_leaf),
         placed_nbytes=nbytes_of(resident),
         transient=transient,
+        runs_once=runs_once,
     )
 
 
 def transfers_of(selection: Selection, config: DistributedLayerwiseOffloadConfig, group_size: int) -> dict[str, str]:
     """How each component is transferred. Text encoders are `local`: they run once, on each rank for its own prompt."""
-    encoders = selection.encoders if len(selection.encoders) < len(selection.streamed) else ()
+    encoders = _encoders_of(selection)
     common = config.transfer_for(group_size)
     return {name: "local" if name in encoders else common for name in selection.streamed}
 
@@ -190,10 +218,17 @@ def build_plan(
     store.
     """
     common = config.transfer_for(group_size)
+    encoders = _encoders_of(selection)
     return OffloadPlan(
         components=tuple(
             plan_component(
-                name, selection.streamed[name], *found[name], transfer, transfer == "local" != common, files
+                name,
+                selection.streamed[name],
+                *found[name],
+                transfer,
+                transient=transfer == "local" != common,
+                runs_once=name in encoders,
+                files=files,
             )
             for name, transfer in transfers_of(selection, config, group_size).items()
         ),
@@ -201,7 +236,13 @@ def build_plan(
         group_size=group_size,
         num_slots=config.slots,
         host=config.host if files is None else "mapped",
+        device_budget=config.device_budget,
     )
+
+
+def _encoders_of(selection: Selection) -> Collection[str]:
+    """The text encoders that stream beside something else."""
+    return selection.encoders if len(selection.encoders) < len(selection.streamed) else ()
 
 
 def find_all(

@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from .block_layout import BlockLayout
-from .device.ring import BlockViews, Slot
+from .device.resident import Home, ShardBuffer
+from .device.ring import BlockViews, Copies, Slot
 from .host.store import Extent, HostStore
 from .managed_tensor import ManagedTensor
 from .offload_plan import ComponentPlan
@@ -29,13 +30,24 @@ class Counters:
     gather_nbytes: int = 0
     on_demand_nbytes: int = 0
 
+    def count_h2d(self, copies: Copies) -> None:
+        """Copies from the host were queued."""
+        self.h2d_nbytes += sum(source.numel() for _, source in copies)
+
+    def count_gather(self, views: BlockViews) -> None:
+        """The shards of the other ranks were."""
+        self.gather_nbytes += views.image.numel() - views.shard.numel()
+
     def since(self, start: Counters) -> Counters:
         """What was counted after `start`, a copy made then."""
         return Counters(*(getattr(self, f.name) - getattr(start, f.name) for f in fields(self)))
 
 
 class Unit:
-    """A block or leaf at run time: its tensors, where its bytes are, and the slot it is in while it computes."""
+    """
+    A block or leaf at run time: its tensors, where its bytes are, and the slot it is in while it computes. `home` is
+    its memory if it stays on the device whole, `shard` if this rank's shard of it does.
+    """
 
     def __init__(
         self,
@@ -53,6 +65,8 @@ class Unit:
         self.store = store
         self.key = key
         self.views: list[BlockViews] = []
+        self.home: Home | None = None
+        self.shard: ShardBuffer | None = None
         self.slot: Slot | None = None
         self.buffer: torch.Tensor | None = None
         self.holds = 0
@@ -68,6 +82,17 @@ class Unit:
     def memory(self) -> torch.Tensor | None:
         """The device memory its tensors point at now."""
         return self.slot.buffer if self.slot is not None else self.buffer
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is on the device for good, and needs no transfer."""
+        return self.home is not None and self.home.filled
+
+    def views_in(self, slot: Slot) -> BlockViews:
+        """Its views in a slot of the ring, or at home."""
+        if self.home is not None and slot is self.home.slot:
+            return self.home.views
+        return self.views[slot.index]
 
     @property
     def extents(self) -> list[Extent]:
@@ -113,9 +138,14 @@ class Unit:
 
 
 class Component:
-    """A streamed component at run time. `order` and `trace` hold indices of its blocks ([Note: Order])."""
+    """
+    A streamed component at run time. `order` and `trace` hold indices of its blocks ([Note: Order]). `lane` is the
+    kind of lane it is in: its transfer, or `"pull"`.
+    """
 
-    def __init__(self, name: str, plan: ComponentPlan, blocks: Sequence[Unit], leaves: Sequence[Unit]) -> None:
+    def __init__(
+        self, name: str, plan: ComponentPlan, blocks: Sequence[Unit], leaves: Sequence[Unit], lane: str
+    ) -> None:
         self.name = name
         self.plan = plan
         self.blocks = tuple(blocks)
@@ -126,6 +156,26 @@ class Component:
         self.proposal: tuple[int, ...] | None = None
         self.settled = False
         self.trace: dict[int, None] = {}
+        self.staging_nbytes = 0
+        self.lane = lane
+
+    @property
+    def streamed_order(self) -> tuple[int, ...]:
+        """Its order, without blocks that stay whole, or are going to."""
+        return tuple(block for block in self.order if self.blocks[block].home is None)
+
+    @property
+    def residency_digest(self) -> int:
+        """Of what no gather brings, as all ranks have agreed: equal on all of them."""
+        homes = [(block.index, block.settled) for block in self.blocks if block.home is not None]
+        pulled = [block.index for block in self.blocks if block.shard is not None and block.shard.is_pulled]
+        return zlib.crc32(repr((homes, pulled)).encode())
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Device bytes of its shards and blocks that stay."""
+        homes = sum(block.home.nbytes for block in self.blocks if block.home is not None)
+        return homes + sum(block.shard.memory.numel() for block in self.blocks if block.shard is not None)
 
     @property
     def store(self) -> HostStore:
@@ -147,7 +197,7 @@ class Component:
 
     def go_local(self) -> None:
         """From now on this rank copies its blocks whole."""
-        self.plan = replace(self.plan, transfer="local")
+        self.plan, self.lane = replace(self.plan, transfer="local"), "local"
         for block in self.blocks:
             block.store.copy_whole(block.key)
 

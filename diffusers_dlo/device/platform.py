@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed._symmetric_memory as symmetric_memory
 from diffusers.utils import logging
 
 
@@ -100,6 +101,15 @@ class Platform:
             # The CPU's allocator aligns to 64 bytes only, and alignment is part of exactness (kernels' tails).
             skip = -memory.data_ptr() % 256
             return memory[skip : skip + nbytes]
+
+    def peer_memory(self, nbytes: int) -> torch.Tensor:
+        """
+        Device memory that the devices of other ranks can map; `(nbytes,)` of `uint8`.
+
+        Raises:
+            `RuntimeError`: this kind of device has none.
+        """
+        raise RuntimeError(f"'{self.device.type}' devices cannot map each other's memory")
 
     def pinned_empty(self, nbytes: int) -> torch.Tensor:
         """Uninitialised host memory that the device can read by DMA; `(nbytes,)` of `uint8`."""
@@ -195,6 +205,10 @@ class CudaPlatform(AcceleratorPlatform):
     @property
     def queues_variable(self) -> str | None:
         return "CUDA_DEVICE_MAX_CONNECTIONS"
+
+    def peer_memory(self, nbytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def register_host_memory(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self.device):  # a registration belongs to the context that is current

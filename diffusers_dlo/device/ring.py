@@ -7,7 +7,7 @@ use, and the views made into them. Must not decide what is fetched, nor when.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,10 @@ import torch
 from ..block_layout import BlockLayout
 from ..host.store import Extent, tensor_view
 from .platform import Event, Platform
+
+
+Copies = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+"""(range of device memory, host memory) for each extent of a shard."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,7 @@ class Slot:
 class BlockViews:
     """Everything about one block in one slot, made once: a pass only uses it."""
 
-    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    "(slot range, host memory) for each extent"
+    copies: Copies
     image: torch.Tensor
     "the padded image in the slot: the output of the gather"
     shard: torch.Tensor
@@ -67,7 +70,6 @@ class BlockViews:
     tensors: tuple[torch.Tensor, ...]
     realigned: tuple[list[torch.Tensor], list[torch.Tensor]]
     "(targets, sources): parts of `image` that are copied inside it once it has arrived"
-    h2d_nbytes: int
 
 
 class Ring:
@@ -79,15 +81,9 @@ class Ring:
     def __init__(self, platform: Platform, num_slots: int, slot_nbytes: int) -> None:
         self._platform = platform
         self.slot_nbytes = slot_nbytes
-        self.slots = [
-            Slot(i, platform.empty(slot_nbytes), platform.new_event(), platform.new_event(), platform.new_event())
-            for i in range(num_slots)
-        ]
+        self.slots = [new_slot(platform, index, slot_nbytes) for index in range(num_slots)]
         self.seq = 0
         self._where: dict[tuple[str, int], int] = {}
-        for slot in self.slots:
-            # The allocator may hand out memory that the current stream still uses.
-            platform.compute_record(slot.free)
 
     @property
     def nbytes(self) -> int:
@@ -134,45 +130,60 @@ class Ring:
 
     def views(self, layout: BlockLayout, extents: Sequence[Extent], shards: int, rank: int) -> list[BlockViews]:
         """The views of one block for each slot. `rank` is the shard this rank copies, of `shards`."""
-        shard_nbytes = layout.shard_nbytes(shards)
-        base = rank * shard_nbytes if shards > 1 else 0
-        made = []
-        with torch.inference_mode(False):
-            for slot in self.slots:
-                copies = tuple(
-                    (slot.buffer[base + offset : base + offset + source.numel()], source) for offset, source in extents
-                )
-                made.append(
-                    BlockViews(
-                        copies=copies,
-                        image=slot.buffer[: shard_nbytes * shards],
-                        shard=slot.buffer[base : base + shard_nbytes],
-                        tensors=tuple(tensor_view(slot.buffer, tensor) for tensor in layout.tensors),
-                        realigned=realigned_parts(layout, slot.buffer),
-                        h2d_nbytes=sum(source.numel() for _, source in copies),
-                    )
-                )
-        return made
-
-    def become_right(self, seconds: float) -> bool:
-        """
-        Waits until nothing computes, or is going to, with what may never arrive; whether that was so within `seconds`.
-        """
-        deadline = time.monotonic() + seconds
-        while not all(self._is_right(slot) for slot in self.slots):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        return True
-
-    def _is_right(self, slot: Slot) -> bool:
-        return self._platform.is_done(slot.ready) or (not slot.used and self._platform.is_done(slot.free))
+        return [make_views(slot.buffer, layout, extents, shards, rank) for slot in self.slots]
 
     def close(self) -> None:
         """Waits for everything that uses the slots and gives their memory back."""
         self._platform.synchronize()
         self.slots = []
         self._where.clear()
+
+
+def new_slot(platform: Platform, index: int, nbytes: int) -> Slot:
+    """A slot that nothing uses. Its memory may be such that the current stream has still to be done with."""
+    slot = Slot(index, platform.empty(nbytes), platform.new_event(), platform.new_event(), platform.new_event())
+    platform.compute_record(slot.free)
+    return slot
+
+
+def make_views(
+    buffer: torch.Tensor, layout: BlockLayout, extents: Sequence[Extent], shards: int, rank: int
+) -> BlockViews:
+    """The views of one block in a buffer that holds all of it. `rank` is the shard this rank copies, of `shards`."""
+    shard_nbytes = layout.shard_nbytes(shards)
+    base = rank * shard_nbytes if shards > 1 else 0
+    with torch.inference_mode(False):
+        shard = buffer[base : base + shard_nbytes]
+        return BlockViews(
+            copies=copy_pairs(shard, extents),
+            image=buffer[: shard_nbytes * shards],
+            shard=shard,
+            tensors=tuple(tensor_view(buffer, tensor) for tensor in layout.tensors),
+            realigned=realigned_parts(layout, buffer),
+        )
+
+
+def copy_pairs(shard: torch.Tensor, extents: Sequence[Extent]) -> Copies:
+    """What to copy where, to have this rank's part of a block in `shard`."""
+    with torch.inference_mode(False):
+        return tuple((shard[offset : offset + source.numel()], source) for offset, source in extents)
+
+
+def become_right(platform: Platform, slots: Iterable[Slot], seconds: float) -> bool:
+    """
+    Waits until nothing computes, or is going to, with what may never arrive in one of the slots; whether that was so
+    within `seconds`.
+    """
+    deadline, waiting = time.monotonic() + seconds, list(slots)
+    while waiting := [slot for slot in waiting if not _is_right(platform, slot)]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _is_right(platform: Platform, slot: Slot) -> bool:
+    return platform.is_done(slot.ready) or (not slot.used and platform.is_done(slot.free))
 
 
 def realigned_parts(layout: BlockLayout, image: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

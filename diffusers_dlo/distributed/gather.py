@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 
 from ..device.platform import Platform
 
@@ -57,6 +58,21 @@ class InPlaceGather:
         work = _all_gather(image, shard, group=self._group, async_op=True)
         assert work is not None
         return work
+
+    def map_peers(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """
+        The memory that each rank passes in, `(n,)` of `uint8` from `Platform.peer_memory`, by rank, as this one can
+        read it. A collective.
+
+        Raises:
+            `RuntimeError`: the devices cannot read each other's memory.
+        """
+        handle = symmetric_memory.rendezvous(memory, self._group.group_name)
+        with torch.inference_mode(False):
+            return [
+                memory if rank == self.rank else handle.get_buffer(rank, tuple(memory.shape), torch.uint8)
+                for rank in range(self.size)
+            ]
 
     def abort(self) -> None:
         """Ends collectives that other ranks will never take part in. What they were to fill is garbage after."""

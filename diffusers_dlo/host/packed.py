@@ -12,7 +12,6 @@ import errno
 import mmap
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -42,29 +41,6 @@ def image_offsets(plan: OffloadPlan) -> tuple[list[int], int]:
         offsets.append(end)
         end += _align_page(unit.memory_nbytes(plan.group_size))
     return offsets, end
-
-
-def create_shared_file(nbytes: int) -> int:
-    """
-    A file descriptor of nameless shared memory of `nbytes`, none of it reserved yet; else of an unlinked file.
-
-    Raises:
-        `RuntimeError`: the system refused.
-    """
-    try:
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("diffusers_dlo", os.MFD_CLOEXEC)
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
-    except OSError as error:
-        raise RuntimeError(f"Cannot create a shared file for the packed weights ({error.strerror}).") from error
-    try:
-        os.ftruncate(fd, nbytes)
-    except OSError as error:
-        os.close(fd)
-        raise RuntimeError(f"Cannot make a shared file of {nbytes} bytes ({error.strerror}).") from error
-    return fd
 
 
 class PackedStore(HostStore):

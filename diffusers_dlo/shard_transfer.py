@@ -1,0 +1,185 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns how a gathered block gets into its slot: this rank's shard from the host, in place or through staging, or from
+where it stays; then the others' by the backend's all-gather, or from their devices. Must not decide which block comes
+next.
+
+[Note: Pull]
+    Where all ranks can read the memory in which each keeps its shards (an arena), a block whose shards stay needs no
+    collective: a rank copies them into its slot for itself, by copy engines. A shard may be read once it has arrived.
+    In a pass, the first fetch of a block is still a gather, out of the arena: it ends on a rank only when all shards
+    have arrived, and what this rank pulls is queued behind it. Where all shards stay, there are no passes: shards are
+    brought when the offload is enabled, and the ranks agree once they have arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from .device.platform import Event, Platform, Stream
+from .device.resident import ShardBuffer, Staging, StagingBuffer
+from .device.ring import BlockViews, Copies, Slot, copy_pairs, realign
+from .distributed.gather import InPlaceGather
+from .residency import STAGING_BUFFERS
+from .units import Component, Counters, Unit
+
+
+class ShardTransfer:
+    """
+    Transfers of one lane.
+
+    Args:
+        copy (`Stream`), comm (`Stream`): where copies from the host and gathers are queued.
+        gather (`InPlaceGather`): of the ranks.
+        settle (`Callable[[Slot], None]`): waits for what a slot is to hold, on devices without streams.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        counters: Counters,
+        copy: Stream,
+        comm: Stream,
+        gather: InPlaceGather,
+        settle: Callable[[Slot], None],
+    ) -> None:
+        self._platform = platform
+        self._counters = counters
+        self._copy = copy
+        self._comm = comm
+        self._gather = gather
+        self._settle = settle
+        self._staging: Staging | None = None
+        self._staged_copies: dict[tuple[int, str, int], Copies] = {}
+
+    @property
+    def rank(self) -> int:
+        """This rank, in the order of shards."""
+        return self._gather.rank
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Device bytes of the staging buffers."""
+        return self._staging.nbytes if self._staging is not None else 0
+
+    def fit_staging(self, components: Iterable[Component]) -> None:
+        """Makes the staging buffers that these components need, or none. Nothing may be under way."""
+        nbytes = max((component.staging_nbytes for component in components), default=0)
+        if self.staging_nbytes != STAGING_BUFFERS * nbytes:
+            self._staged_copies.clear()
+            self._staging = None
+            self._staging = Staging(self._platform, STAGING_BUFFERS, nbytes) if nbytes else None
+
+    def forget(self, component: str) -> None:
+        """A component is let go."""
+        self._staged_copies = {key: copies for key, copies in self._staged_copies.items() if key[1] != component}
+        if self._staging is not None:
+            self._staging.forget(component)
+
+    def transfer(self, slot: Slot, block: Unit, fence: Event, upcoming: Iterable[Unit]) -> None:
+        """
+        Queues all that brings `block` into `slot` once `fence` has passed; then what can be staged of the `upcoming`
+        blocks, which are those after it.
+        """
+        views = block.views_in(slot)
+        shard = block.shard
+        if shard is not None and shard.is_pulled:
+            self._pull(slot, views, shard, fence)
+        elif shard is not None:
+            if not shard.filled:
+                self._copy_into(shard, shard.copies)
+                shard.filled = True
+            self._gather_from(slot, views, shard, fence)
+        elif self._staging is not None and block.home is None:
+            buffer = self._staging.find(block.component, block.index) or self._stage(block)
+            buffer.holds = None
+            self._gather_from(slot, views, buffer, fence)
+        else:
+            self._counters.count_h2d(views.copies)
+            self._platform.submit(self._copy, lambda: copy(views.copies), after=(fence,), record=slot.arrived)
+            self._submit_gather(slot, views, views.shard, (slot.arrived,))
+        self._stage_ahead(upcoming)
+
+    # Where this rank's shard comes from
+
+    def _stage_ahead(self, upcoming: Iterable[Unit]) -> None:
+        if self._staging is None or self._staging.next_buffer.holds is not None:
+            return
+        for block in upcoming:
+            if block.shard is not None or block.home is not None:
+                continue
+            if self._staging.find(block.component, block.index) is not None:
+                continue
+            try:
+                block.store.check_readable(block.key)
+            except RuntimeError:
+                return  # the fetch itself will say so
+            self._stage(block)
+            if self._staging.next_buffer.holds is not None:
+                return
+
+    def _stage(self, block: Unit) -> StagingBuffer:
+        assert self._staging is not None
+        buffer = self._staging.take(block.component, block.index)
+        key = (self._staging.buffers.index(buffer), block.component, block.index)
+        if key not in self._staged_copies:
+            self._staged_copies[key] = copy_pairs(buffer.memory, block.extents)
+        self._copy_into(buffer, self._staged_copies[key])
+        return buffer
+
+    def _copy_into(self, buffer: ShardBuffer, copies: Copies) -> None:
+        """Queues the copy of a shard, behind the gather that read the buffer last."""
+        reader = buffer.reader
+        if reader is not None and reader.stamp is not None and reader.stamp.seq == buffer.reader_seq:
+            self._settle(reader)
+        # A slot that was fetched into again since: its later gather is behind the one that read this buffer.
+        fence = buffer.arrived if reader is None else reader.ready
+        self._counters.count_h2d(copies)
+        self._platform.submit(self._copy, lambda: copy(copies), after=(fence,), record=buffer.arrived)
+
+    def _gather_from(self, slot: Slot, views: BlockViews, buffer: ShardBuffer, fence: Event) -> None:
+        assert slot.stamp is not None
+        shard = buffer.memory[: views.shard.numel()]
+        buffer.reader, buffer.reader_seq = slot, slot.stamp.seq
+        self._submit_gather(slot, views, shard, (buffer.arrived, fence))
+
+    # Where the others' come from
+
+    def _submit_gather(self, slot: Slot, views: BlockViews, shard: torch.Tensor, after: tuple[Event, ...]) -> None:
+        def work() -> None:
+            if self._platform.waits_on_host:
+                slot.pending = self._gather.start(views.image, shard), views
+            else:
+                self._gather(views.image, shard)
+                realign(views.realigned)
+
+        self._platform.submit(self._comm, work, after=after, record=slot.ready)
+        self._counters.count_gather(views)
+
+    def _pull(self, slot: Slot, views: BlockViews, shard: ShardBuffer, fence: Event) -> None:
+        pull(self._platform, self._comm, slot, views, shard, self._gather.rank, fence)
+        self._counters.count_gather(views)
+
+
+def pull(
+    platform: Platform, stream: Stream, slot: Slot, views: BlockViews, shard: ShardBuffer, rank: int, fence: Event
+) -> None:
+    """Queues `rank`'s copies of all ranks' shards into its slot ([Note: Pull])."""
+    size = len(shard.peers)
+    parts = views.image.chunk(size)
+
+    def work() -> None:
+        for step in range(size):  # each rank begins with another one, so that no device is asked by all at once
+            peer = (rank + step) % size
+            parts[peer].copy_(shard.peers[peer], non_blocking=True)
+        realign(views.realigned)
+
+    platform.submit(stream, work, after=(shard.arrived, fence), record=slot.ready)
+
+
+def copy(copies: Copies) -> None:
+    """Queues the copies of one block's extents."""
+    for target, source in copies:
+        target.copy_(source, non_blocking=True)
