@@ -31,6 +31,7 @@ class OffloadReport:
         gather_bytes (`int`): received from other ranks by all-gathers.
         on_demand_bytes (`int`): copied to the device for leaves outside blocks.
         device_slot_bytes (`int`): device memory of the slots that exist now.
+        resident_bytes (`int`): device memory of what stays for the `device_budget`, staging included.
         device_placed_bytes (`int`): device memory of weights that are never streamed.
         host_private_bytes (`int`): host memory of this rank alone.
         host_shared_bytes (`int`): host memory that the ranks of the group share, counted once.
@@ -46,6 +47,7 @@ class OffloadReport:
     gather_bytes: int
     on_demand_bytes: int
     device_slot_bytes: int
+    resident_bytes: int
     device_placed_bytes: int
     host_private_bytes: int
     host_shared_bytes: int
@@ -75,6 +77,7 @@ def make_report(
         gather_bytes=counters.gather_nbytes,
         on_demand_bytes=counters.on_demand_nbytes,
         device_slot_bytes=engine.device_slot_nbytes,
+        resident_bytes=engine.resident_nbytes,
         device_placed_bytes=plan.device_placed_nbytes,
         host_private_bytes=store.private_nbytes,
         host_shared_bytes=store.shared_nbytes,

@@ -39,7 +39,7 @@ class Home:
         return self.slot.buffer.numel()
 
 
-@dataclass
+@dataclass(eq=False)
 class ShardBuffer:
     """
     Device memory for one shard: `arrived` follows the copy into it. `reader` is the slot whose gather read it last, by
