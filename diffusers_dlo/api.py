@@ -257,7 +257,7 @@ def _commit(
         with group.agreement("enable: device"):
             for part, component in zip(parts, store.plan.components):
                 part.attach_to_engine(component, store, config, residents.lane_of(component.name, component.transfer))
-            residents.keep([part.component for part in parts])
+            residents.attach([part.component for part in parts])
             move_tensors(_resident(parts, selection.placed), platform.device, moved, aligned=True)
         _fill_store(parts, store, group)
         residents.fill([part.component for part in parts])

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .caller import Caller, find_caller
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform
+from .device.resident import Allocation
 from .distributed.control import GroupEnded, GroupLost, RankLost, logger
 from .distributed.group import OffloadGroup
 from .distributed.process_end import before_exit
@@ -73,16 +74,30 @@ class Engine:
             return PullLane(self.platform, self.counters, self.group.gather)
         return LocalLane(self.platform, self.counters)
 
-    def keep(
+    def allocate(
         self, component: Component, residents: ResidentPlan, peers: Mapping[int, Sequence[torch.Tensor]] | None = None
-    ) -> None:
+    ) -> Allocation:
         """
-        Has what `residents` says of a component stay on the device, from its next fetch on. `peers` are the places of
-        all ranks' shards, by block, where each rank can read them.
+        Memory for what `residents` says of a component. `peers` are the places of all ranks' shards, by block, where
+        each rank can read them.
         """
         name = component.plan.name
         shards = {block: peers[block] if peers else () for block in residents.shards.get(name, ())}
-        self._lane_of(component).keep(component, residents.whole.get(name, ()), shards, residents.staging_nbytes)
+        whole = residents.whole.get(name, ())
+        return self._lane_of(component).allocate(component, whole, shards, residents.staging_nbytes)
+
+    def keep(self, component: Component, allocation: Allocation) -> None:
+        """Has it stay on the device, from its next fetch on."""
+        self._lane_of(component).keep(component, allocation)
+
+    def give_back(self, component: Component) -> None:
+        """Nothing of a component stays any more."""
+        self._lane_of(component).give_back(component)
+
+    def agreeing_lane(self, component: Component) -> GatherLane | None:
+        """The lane of a component if its laps, and so what stays of it, are agreed in rounds."""
+        lane = self._lane_of(component)
+        return lane if isinstance(lane, GatherLane) and lane.service is not None else None
 
     def fill(self, component: Component) -> None:
         """Brings what stays to the device now, where no pass does: all ranks together."""
@@ -166,6 +181,8 @@ class Engine:
         self._close_interrupted()
         self._open.append((component, find_caller(is_root=True)))
         try:
+            if component.watcher is not None:
+                component.watcher.begin()
             lane = self._lane_of(component)
             with lane.driving():
                 lane.enter(component)
@@ -191,6 +208,8 @@ class Engine:
             lane = self._lane_of(component)
             with lane.driving():
                 lane.leave(component, complete)
+            if component.watcher is not None:
+                component.watcher.end(complete)
         finally:
             self._close(component)
 

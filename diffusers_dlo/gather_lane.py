@@ -7,15 +7,16 @@ becomes of it when a rank is lost. Must not decide when a pass begins (`distribu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .caller import Caller
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Event, Platform
+from .device.resident import Allocation
 from .device.ring import Slot, become_right, realign
 from .distributed.control import GroupLost, RankLost
 from .distributed.group import OffloadGroup
@@ -28,6 +29,19 @@ from .units import Component, Counters, Unit
 
 _SETTLE_SECONDS = 5.0
 """How long after a loss gathers that all ranks had begun may take to complete."""
+
+
+class AgreedResidents(Protocol):
+    """What stays on the device, where that is agreed in rounds."""
+
+    def say(self) -> list[Any]:
+        """What this rank says in a round."""
+
+    def hear(self, said: list[list[Any] | None]) -> None:
+        """What all ranks said, by rank. No lap is open."""
+
+    def stop(self) -> None:
+        """There are no rounds any more, and nothing stays."""
 
 
 class GatherLane(Lane):
@@ -66,6 +80,7 @@ class GatherLane(Lane):
         self._shards: ShardTransfer | None = None
         if group.gather is not None:
             self._shards = ShardTransfer(platform, counters, self._copy, self._comm, group.gather, self._settle)
+        self._residents: dict[str, AgreedResidents] = {}
         self.service: PassService | None = None
         if group.passes is not None:
             self.service = PassService(group.passes, self, options, group.world.rank)
@@ -102,14 +117,8 @@ class GatherLane(Lane):
 
     # Membership
 
-    def keep(
-        self,
-        component: Component,
-        whole: Iterable[int],
-        shards: Mapping[int, Sequence[torch.Tensor]],
-        staging_nbytes: int = 0,
-    ) -> None:
-        super().keep(component, whole, shards, staging_nbytes)
+    def keep(self, component: Component, allocation: Allocation) -> None:
+        super().keep(component, allocation)
         if self._shards is not None:
             self._shards.fit_staging(self.components.values())
 
@@ -126,6 +135,7 @@ class GatherLane(Lane):
     def remove(self, component: Component, shrink: bool = True) -> None:
         super().remove(component, shrink)
         self._abandoned.discard(component.name)
+        self._residents.pop(component.name, None)
         if not self.components:
             self.close()
 
@@ -145,6 +155,17 @@ class GatherLane(Lane):
             self._abandoned.add(component.name)
         if self._abandoned == set(self.components):
             self.service.turn.say_goodbye()
+
+    def agree_on(self, key: str, residents: AgreedResidents) -> None:
+        """
+        What stays of the component `key`, and others of its offload, is agreed in rounds for as long as it is here.
+        """
+        self._residents[key] = residents
+
+    def seek_round(self) -> None:
+        """Has the ranks hear soon what this one says, whether or not any asks for a pass."""
+        if self.service is not None:
+            self.service.turn.seek_round()
 
     def reconfigure(self, config: DistributedLayerwiseOffloadConfig) -> None:
         """Other options from now on."""
@@ -168,6 +189,8 @@ class GatherLane(Lane):
         """
         if self.service is not None:
             self.service.stop()
+        for residents in self._residents.values():
+            residents.stop()
         for component in self.components.values():
             self.give_back(component)
             for block in component.blocks:
@@ -299,10 +322,13 @@ class GatherLane(Lane):
             yield
 
     def describe_state(self) -> dict[str, Any]:
-        return self._plan.describe(self.ring.seq if self.ring else 0, self.components, self._abandoned)
+        said = self._plan.describe(self.ring.seq if self.ring else 0, self.components, self._abandoned)
+        return said | {"residents": {key: residents.say() for key, residents in self._residents.items()}}
 
     def grant(self, replies: list[dict[str, Any]]) -> str | None:
         component = self._plan.choose(self.rank, replies, self.components)
+        for key, residents in list(self._residents.items()):
+            residents.hear([reply["residents"].get(key) for reply in replies])
         if component is None:
             return None
         self._lap = self._plan.open(component, self.num_slots)
@@ -342,6 +368,7 @@ class GatherLane(Lane):
         for name in sorted(set.intersection(*(set(reply["abandoned"]) for reply in replies))):
             component = self.components.pop(name)
             self._abandoned.discard(name)
+            self._residents.pop(name, None)
             self._dropped.append(component)
             if self.ring is not None:
                 self.ring.forget(name)

@@ -25,7 +25,7 @@ import torch
 
 from .caller import Caller
 from .device.platform import Event, Platform
-from .device.resident import Home, new_shard
+from .device.resident import Allocation, Home, new_shard
 from .device.ring import Ring, Slot, Stamp, realign
 from .shard_transfer import copy
 from .units import Component, Counters, Unit
@@ -93,25 +93,34 @@ class Lane:
         elif self.ring is not None:
             self.ring.forget(component.name)
 
-    def keep(
+    def allocate(
         self,
         component: Component,
         whole: Iterable[int],
         shards: Mapping[int, Sequence[torch.Tensor]],
         staging_nbytes: int = 0,
-    ) -> None:
+    ) -> Allocation:
         """
-        Allocates memory for what stays from its next fetch on: blocks that stay `whole`, and others of which this
-        rank's shard does, with the places of all ranks' `shards` of it, if they can be read.
+        Memory for what is to stay: blocks that stay `whole`, and others of which this rank's shard does, with the
+        places of all ranks' `shards` of it, if they can be read.
         """
+        allocation = Allocation(staging_nbytes)
         for index in whole:
-            block = component.blocks[index]
-            block.home = Home(self.platform, block.layout, block.extents, self.size, self.rank)
+            layout, extents = component.blocks[index].layout, component.blocks[index].extents
+            allocation.homes[index] = Home(self.platform, layout, extents, self.size, self.rank)
         for index, peers in shards.items():
-            block = component.blocks[index]
-            nbytes = block.layout.shard_nbytes(self.size)
-            block.shard = new_shard(self.platform, nbytes, block.extents, peers, self.rank)
-        component.staging_nbytes = staging_nbytes
+            nbytes = component.blocks[index].layout.shard_nbytes(self.size)
+            extents = component.blocks[index].extents
+            allocation.shards[index] = new_shard(self.platform, nbytes, extents, peers, self.rank)
+        return allocation
+
+    def keep(self, component: Component, allocation: Allocation) -> None:
+        """Has blocks and shards of a component stay, from their next fetch on."""
+        for index, home in allocation.homes.items():
+            component.blocks[index].home = home
+        for index, shard in allocation.shards.items():
+            component.blocks[index].shard = shard
+        component.staging_nbytes = allocation.staging_nbytes
 
     def give_back(self, component: Component) -> None:
         """Nothing of a component stays any more. Its blocks that compute now keep their memory until they have."""

@@ -1,11 +1,12 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns what of one offload stays on the device: how shards that stay become blocks, the memory, and giving it back. Must
-not decide which blocks stay (`residency.py`), nor how much with `"auto"` (`auto_budget.py`).
+Owns what of one offload stays on the device: the memory, whether shards that stay are pulled, and giving it all back.
+Must not decide which blocks stay (`residency.py`), nor when (`resident_agreement.py`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,9 +15,11 @@ from diffusers.utils import logging
 from .arena import open_arena
 from .byte_size import format_bytes
 from .config import DistributedLayerwiseOffloadConfig
+from .device.resident import Allocation
 from .engine import Engine
 from .host.shared_file import Refused
 from .offload_plan import OffloadPlan
+from .resident_agreement import ResidentAgreement, Step
 from .units import Component
 
 
@@ -30,7 +33,7 @@ class ResidentMemory:
     Args:
         engine (`Engine`): what streams the rest.
         plan (`OffloadPlan`): with what stays.
-        gather (`str`): as in the configuration.
+        config (`DistributedLayerwiseOffloadConfig`): its `gather`.
 
     Raises:
         `RuntimeError`: pulls are demanded, and the devices cannot read each other's memory.
@@ -41,6 +44,9 @@ class ResidentMemory:
         self._plan = plan
         self._residents = plan.residents
         self._parts: list[torch.Tensor] = []
+        self._components: list[Component] = []
+        self._allocated: list[tuple[Component, Allocation]] = []
+        self._agreement: ResidentAgreement | None = None
         self._check_budget()
         if self._wants_pull(config.gather):
             self._open(is_demanded=config.gather == "pull")
@@ -52,14 +58,28 @@ class ResidentMemory:
 
     def lane_of(self, name: str, transfer: str) -> str:
         """The kind of lane that a component of the plan belongs in."""
-        return "pull" if self.pulls_all and name in self._names else transfer
+        return "pull" if self.pulls_all and any(c.component == name for c in self._plan.candidates) else transfer
 
-    def keep(self, components: Sequence[Component]) -> None:
-        """Allocates what stays, of components that are attached to the engine."""
-        peers = self._peers()
-        for component in components:
-            if component.plan.name in self._names:
-                self._engine.keep(component, self._residents, peers.get(component.plan.name))
+    def attach(self, components: Sequence[Component]) -> None:
+        """Allocates what stays, of components that are attached to the engine, and follows their forwards."""
+        names = {candidate.component for candidate in self._plan.candidates}
+        self._components = [component for component in components if component.plan.name in names]
+        automatic = self._plan.device_budget == "auto"
+        if not automatic and not self._residents:
+            return
+        if not automatic:
+            self._allocate()
+            self._keep()
+        if self._parts:
+            return  # which other ranks read: it cannot be given back
+        step = Step.MEASURING if automatic else Step.KEPT
+        platform = self._engine.platform
+        self._agreement = ResidentAgreement(platform, self._try_to_allocate, self._keep, self._drop, step)
+        lane = self._engine.agreeing_lane(self._components[0])
+        if lane is not None:
+            lane.agree_on(self._components[0].name, self._agreement)
+        for component in self._components:
+            component.watcher = self
 
     def fill(self, components: Sequence[Component]) -> None:
         """Brings what no pass brings. All ranks together; nobody reads before all have."""
@@ -69,22 +89,86 @@ class ResidentMemory:
             for component in components:
                 self._engine.fill(component)
 
-    @property
-    def _names(self) -> frozenset[str]:
-        return frozenset((*self._residents.shards, *self._residents.whole))
+    # What the engine says of forwards (`Watcher`)
+
+    def begin(self) -> None:
+        assert self._agreement is not None
+        if self._engine.agreeing_lane(self._components[0]) is None:
+            self._agreement.settle()
+        self._agreement.begin()
+
+    def end(self, complete: bool) -> None:
+        assert self._agreement is not None
+        if complete:
+            self._agreement.end()
+            return
+        error = sys.exc_info()[1]
+        if isinstance(error, torch.OutOfMemoryError):
+            self.give_back(error)
+
+    def give_back(self, error: BaseException) -> bool:
+        """The device is out of memory: nothing stays any more, and `error` says so. Whether anything did."""
+        if self._agreement is None:
+            return False
+        nbytes = sum(component.resident_nbytes for component in self._components)
+        if not self._agreement.give_back():
+            return False
+        lane = self._engine.agreeing_lane(self._components[0])
+        if lane is None:
+            self._agreement.settle()
+        else:
+            lane.seek_round()
+        note = (
+            f"Weights that stayed on the device for device_budget={self._plan.device_budget!r} are given back "
+            f"({format_bytes(nbytes)}) and stream from now on. Try again; if that is too slow, enable with a smaller "
+            "budget."
+        )
+        logger.warning(f"rank {self._engine.group.rank} is out of device memory. {note}")
+        error.args = (f"{error.args[0] if error.args else ''}\n{note}", *error.args[1:])
+        return True
+
+    # What the agreement calls
+
+    def _try_to_allocate(self, nbytes: int) -> bool:
+        self._residents = self._plan.residents_for(nbytes)
+        try:
+            self._allocate()
+        except torch.OutOfMemoryError:
+            self._allocated = []
+            return False
+        return True
+
+    def _allocate(self) -> None:
+        peers = self._peers()
+        self._allocated = [
+            (component, self._engine.allocate(component, self._residents, peers.get(component.plan.name)))
+            for component in self._components
+        ]
+
+    def _keep(self) -> None:
+        for component, allocation in self._allocated:
+            self._engine.keep(component, allocation)
+        self._allocated = []
+        if self._engine.group.rank == 0:
+            blocks = len(self._plan.candidates)
+            logger.info(
+                f"{self._residents.count} of {blocks} blocks stay on the device, in part or whole; "
+                f"{format_bytes(self._residents.nbytes)}"
+            )
+
+    def _drop(self) -> None:
+        self._allocated = []
+        for component in self._components:
+            self._engine.give_back(component)
 
     def _check_budget(self) -> None:
-        budget = self._plan.device_budget
+        budget, plan = self._plan.device_budget, self._plan
         if isinstance(budget, int) and budget and not self._residents and self._engine.group.rank == 0:
-            smallest = min(
-                unit.layout.shard_nbytes(self._plan.shards(c))
-                for c in self._plan.components
-                for unit in self._plan.candidates
-                if unit.component == c.name
-            )
+            shards = 1 if plan.components[0].transfer == "local" else plan.group_size
+            largest = max(candidate.layout.shard_nbytes(shards) for candidate in plan.candidates)
             logger.warning(
-                f"device_budget={format_bytes(budget)} keeps nothing on the device: a single block's part takes "
-                f"{format_bytes(smallest)}, and staging may take {format_bytes(2 * smallest)} more."
+                f"device_budget={format_bytes(budget)} keeps nothing on the device: what a rank copies of the largest "
+                f"block takes {format_bytes(largest)}, and staging twice as much. Raise it or leave it out."
             )
 
     def _wants_pull(self, gather: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import torch
 
@@ -137,6 +138,16 @@ class Unit:
         return f"block '{self.layout.name}' of '{self.component}'"
 
 
+class Watcher(Protocol):
+    """Who is told of the forwards of a component."""
+
+    def begin(self) -> None:
+        """One begins."""
+
+    def end(self, complete: bool) -> None:
+        """It has ended, or raised, where it is not `complete`; then what it raised is being handled."""
+
+
 class Component:
     """
     A streamed component at run time. `order` and `trace` hold indices of its blocks ([Note: Order]). `lane` is the
@@ -157,6 +168,7 @@ class Component:
         self.settled = False
         self.trace: dict[int, None] = {}
         self.staging_nbytes = 0
+        self.watcher: Watcher | None = None
         self.lane = lane
 
     @property

@@ -94,6 +94,22 @@ class Platform:
     def synchronize(self) -> None:
         """Waits on the host until the device is idle."""
 
+    def memory_left(self) -> int | None:
+        """Device bytes that this process can still have, those its allocator keeps included; None if not known."""
+        return None
+
+    @property
+    def memory_total(self) -> int:
+        """Device bytes that there are; 0 if not known."""
+        return 0
+
+    def watch_peak(self) -> None:
+        """The peak of memory in use is looked for anew."""
+
+    def peak_above_now(self) -> int:
+        """By how many bytes the peak since `watch_peak` lies above what is in use now."""
+        return 0
+
     def empty(self, nbytes: int) -> torch.Tensor:
         """Uninitialised device memory, `(nbytes,)` of `uint8`, 256-byte aligned, never an inference tensor."""
         with torch.inference_mode(False):
@@ -173,6 +189,24 @@ class AcceleratorPlatform(Platform):
 
     def synchronize(self) -> None:
         self._module.synchronize(self.device)
+
+    def memory_left(self) -> int | None:
+        used = self._module.memory_allocated(self.device)
+        free, total = self._module.mem_get_info(self.device)
+        left = free + self._module.memory_reserved(self.device) - used
+        find_cap = getattr(self._module, "get_per_process_memory_fraction", None)
+        cap = int(total * find_cap(self.device)) if find_cap is not None else total
+        return max(min(left, cap - used), 0)
+
+    @property
+    def memory_total(self) -> int:
+        return int(self._module.mem_get_info(self.device)[1])
+
+    def watch_peak(self) -> None:
+        self._module.reset_peak_memory_stats(self.device)
+
+    def peak_above_now(self) -> int:
+        return int(self._module.max_memory_allocated(self.device) - self._module.memory_allocated(self.device))
 
     def empty(self, nbytes: int) -> torch.Tensor:
         with torch.inference_mode(False):

@@ -7,7 +7,7 @@ Owns device memory beside the slots: shards and blocks that stay, and the stagin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -77,6 +77,15 @@ class StagingBuffer(ShardBuffer):
     """A shard buffer that holds one block's shard after the other: `holds` says whose, until it has been gathered."""
 
     holds: tuple[str, int] | None = None
+
+
+@dataclass
+class Allocation:
+    """Memory for what is to stay of one component, by block; and the size of the staging buffers it needs."""
+
+    staging_nbytes: int = 0
+    homes: dict[int, Home] = field(default_factory=dict)
+    shards: dict[int, ShardBuffer] = field(default_factory=dict)
 
 
 class Staging:

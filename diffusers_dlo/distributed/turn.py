@@ -69,6 +69,7 @@ class Turn(Ending):
         self._presence = Presence()
         self._farewell = Farewell(rank, describe)
         self._at_its_end = False
+        self._sought = False
         self.forked = False
         in_forked_children(self.disarm)
 
@@ -184,6 +185,12 @@ class Turn(Ending):
             self._farewell.begin()
             self._notify()
 
+    def seek_round(self) -> None:
+        """Has a round be made soon, without asking for a pass."""
+        with interrupts, self._state:
+            self._sought = True
+            self._notify()
+
     def resume(self) -> None:
         """Ends the pause of a `join`."""
         with interrupts, self._state:
@@ -225,7 +232,8 @@ class Turn(Ending):
             if self._farewell.paused:
                 self._state.wait(POLL_SECONDS)
                 return Step.PAUSE
-            if heard or self._asked is not None or self._farewell.to_be_said:
+            if heard or self._asked is not None or self._farewell.to_be_said or self._sought:
+                self._sought = False
                 return Step.ROUND
             return Step.WAIT
 

@@ -1,0 +1,131 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns when weights begin to stay on the device, how much of them with `device_budget="auto"`, and when they leave: as
+all ranks agree. Must not decide which blocks stay.
+
+[Note: Auto]
+    The first complete forward streams everything. What it leaves free at its peak, less a margin, is this rank's
+    budget. Where ranks gather, laps follow from what stays whole, so all take the smallest budget of the group, in
+    rounds ([Note: Rendezvous]): once all have said theirs, each allocates and says whether it could; once all could,
+    it counts. Blocks come to where they stay as they are fetched for the next pass, with no more copied than without.
+    When a device is out of memory, what stays leaves in the same way, on all ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+from .device.platform import Platform
+
+
+_MARGIN_NBYTES = 1 << 30
+_MARGIN_SHARE = 0.05
+"""Left free: the larger of the two, the second of all device memory. The allocator cannot use every gap."""
+
+
+class Step(enum.Enum):
+    """How far it has come."""
+
+    MEASURING = "measuring"
+    MEASURED = "measured"
+    ALLOCATED = "allocated"
+    REFUSED = "refused"
+    KEPT = "kept"
+    RETURNING = "returning"
+    OFF = "off"
+
+
+class ResidentAgreement:
+    """
+    What stays of one offload, as far as one rank knows ([Note: Auto]).
+
+    Args:
+        platform (`Platform`): the device.
+        allocate (`Callable[[int], bool]`): allocates for a budget in bytes; whether there was room.
+        keep (`Callable[[], None]`): has what was allocated stay.
+        drop (`Callable[[], None]`): lets go of what was allocated, or stays.
+        step (`Step`): where it begins.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        allocate: Callable[[int], bool],
+        keep: Callable[[], None],
+        drop: Callable[[], None],
+        step: Step,
+    ) -> None:
+        self.step = step
+        self.nbytes = 0
+        self._platform = platform
+        self._allocate = allocate
+        self._keep = keep
+        self._drop = drop
+
+    def begin(self) -> None:
+        """A forward begins."""
+        if self.step is Step.MEASURING:
+            self._platform.watch_peak()
+
+    def end(self) -> None:
+        """A forward is complete."""
+        if self.step is not Step.MEASURING:
+            return
+        self._platform.synchronize()
+        left = self._platform.memory_left()
+        margin = max(_MARGIN_NBYTES, int(_MARGIN_SHARE * self._platform.memory_total))
+        self.nbytes = max((left or 0) - self._platform.peak_above_now() - margin, 0)
+        self.step = Step.MEASURED
+
+    def settle(self) -> None:
+        """Nobody else has to agree."""
+        if self.step is Step.MEASURED:
+            self._take(self.nbytes)
+            self._conclude(self.step is Step.ALLOCATED)
+        elif self.step is Step.RETURNING:
+            self._return()
+
+    def give_back(self) -> bool:
+        """The memory is needed for something else. Whether there is anything to give back."""
+        if self.step in (Step.OFF, Step.RETURNING):
+            return False
+        kept = self.step in (Step.KEPT, Step.ALLOCATED)
+        self.step = Step.RETURNING
+        return kept
+
+    def stop(self) -> None:
+        """Nothing stays any more, nor will."""
+        self.step = Step.OFF
+
+    # In rounds
+
+    def say(self) -> list[Any]:
+        """What this rank says."""
+        return [self.step.value, self.nbytes]
+
+    def hear(self, said: list[list[Any] | None]) -> None:
+        """What all ranks said, by rank; None from one that computes the components no more."""
+        steps = [Step(reply[0]) if reply is not None else None for reply in said]
+        if Step.RETURNING in steps:
+            self._return()
+        elif all(step is Step.MEASURED for step in steps):
+            self._take(min(reply[1] for reply in said if reply is not None))
+        elif all(step in (Step.ALLOCATED, Step.REFUSED) for step in steps):
+            self._conclude(all(step is Step.ALLOCATED for step in steps))
+
+    def _take(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.step = Step.ALLOCATED if self._allocate(nbytes) else Step.REFUSED
+
+    def _conclude(self, everywhere: bool) -> None:
+        if everywhere:
+            self.step = Step.KEPT
+            self._keep()
+        else:
+            self._return()
+
+    def _return(self) -> None:
+        self.step = Step.OFF
+        self._drop()

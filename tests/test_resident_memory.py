@@ -1,0 +1,284 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""Budgets that are measured, memory that is given back, and refusals of pulls."""
+
+import logging
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from diffusers_dlo import api, apply_distributed_layerwise_offload, plan_distributed_layerwise_offload
+from diffusers_dlo.device.platform import Platform
+from diffusers_dlo.resident_agreement import ResidentAgreement, Step
+from tests import toys
+from tests.ranks import run_ranks
+from tests.toys import feed, toy
+
+
+GIB = 1 << 30
+MARGIN = GIB
+
+
+class Roomy(Platform):
+    """The CPU, with as much device memory left as a test says, of which a forward takes some for a while."""
+
+    left = 0
+    forward = 0
+
+    def memory_left(self) -> int:
+        return MARGIN + self.left
+
+    def peak_above_now(self) -> int:
+        return self.forward
+
+
+class Cramped(Roomy):
+    """Says that there is room, and has none for what stays."""
+
+    full = False
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        if self.full:
+            raise torch.OutOfMemoryError("no room")
+        return super().empty(nbytes)
+
+
+class Greedy(toys.Stack):
+    """Runs out of memory when it is told to."""
+
+    full = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.full:
+            self.blocks[0](x)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return super().forward(x)
+
+
+def enable(model: nn.Module, platform: Platform, **options):
+    with patch.object(api, "get_platform", lambda device: platform):
+        return apply_distributed_layerwise_offload(model, **options)
+
+
+def roomy(left: int, forward: int = 0, cls: type[Roomy] = Roomy) -> Roomy:
+    platform = cls(torch.device("cpu"))
+    platform.left, platform.forward = left, forward
+    return platform
+
+
+def streamed_nbytes(model: nn.Module, size: int) -> int:
+    return sum(block.shard_nbytes(size) for block in plan_distributed_layerwise_offload(model, group_size=size).blocks)
+
+
+def run(model: nn.Module, reference: nn.Module, steps: range) -> None:
+    with torch.no_grad():
+        for step in steps:
+            assert torch.equal(model(feed(step)), reference(feed(step))), step
+
+
+@pytest.mark.parametrize("transfer", ("local", "all_gather"))
+def test_the_first_pass_is_measured_and_what_it_leaves_is_kept(transfer: str) -> None:
+    model, reference = toy(toys.Stack, 6), toy(toys.Stack, 6)
+    every = streamed_nbytes(model, 1)
+    handle = enable(model, roomy(every + 5000, forward=5000), transfer=transfer, device_budget="auto")
+    run(model, reference, range(1))
+    assert handle.report().resident_bytes == 0
+    first = handle.report().h2d_bytes
+    assert every <= first
+    run(model, reference, range(1, 3))
+    assert handle.report().resident_bytes == every
+    after = handle.report().h2d_bytes
+    assert after - first == every  # each block came once more, to where it stays
+    run(model, reference, range(3, 6))
+    assert handle.report().h2d_bytes == after
+    handle.remove()
+
+
+def test_without_known_memory_nothing_stays() -> None:
+    model, reference = toy(toys.Stack, 4), toy(toys.Stack, 4)
+    handle = apply_distributed_layerwise_offload(model, device_budget="auto")
+    run(model, reference, range(4))
+    assert handle.report().resident_bytes == 0 and handle.config.slots == 3
+    handle.remove()
+
+
+def test_a_peak_that_leaves_nothing_keeps_nothing() -> None:
+    model, reference = toy(toys.Stack, 4), toy(toys.Stack, 4)
+    handle = enable(model, roomy(1 << 20, forward=1 << 21), device_budget="auto")
+    run(model, reference, range(3))
+    assert handle.report().resident_bytes == 0
+    handle.remove()
+
+
+def _auto_on_ranks(rank: int, size: int) -> list[int]:
+    model, reference = toy(toys.Stack, 6), toy(toys.Stack, 6)
+    shards = streamed_nbytes(model, size)
+    seen = []
+    # Ranks measure differently; the smallest counts. Once everything, then all shards and a part, then two thirds of them.
+    for budget in (size * shards, shards + shards // 3, 2 * shards // 3):
+        handle = enable(model, roomy(budget + 10_000 * rank), transfer="all_gather", device_budget="auto")
+        run(model, reference, range(2 + rank, 8))
+        handle.join()
+        assert handle.report().resident_bytes <= budget
+        seen.append(handle.report().resident_bytes)
+        before = handle.report()
+        run(model, reference, range(9, 11))
+        handle.join()
+        if budget >= shards:
+            assert handle.report().h2d_bytes == before.h2d_bytes
+        if budget >= size * shards:
+            assert handle.report().gather_bytes == before.gather_bytes
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_ranks_agree_on_the_smallest_budget(size: int) -> None:
+    first, *others = run_ranks(size, _auto_on_ranks)
+    assert all(seen == first for seen in others)
+    assert first[0] > first[1] > first[2] > 0
+
+
+def _one_has_no_room(rank: int, size: int) -> None:
+    model, reference = toy(toys.Stack, 6), toy(toys.Stack, 6)
+    platform = roomy(1 << 24, cls=Cramped)
+    handle = enable(model, platform, transfer="all_gather", device_budget="auto")
+    platform.full = rank == size - 1
+    run(model, reference, range(6))
+    handle.join()
+    assert handle.report().resident_bytes == 0
+    handle.remove()
+
+
+def test_a_rank_without_room_keeps_all_from_keeping() -> None:
+    run_ranks(2, _one_has_no_room)
+
+
+@pytest.mark.parametrize("budget", ("auto", 1 << 20))
+@pytest.mark.parametrize("transfer", ("local", "all_gather"))
+def test_out_of_memory_gives_back_what_stays_and_says_so(transfer: str, budget: int | str) -> None:
+    model, reference = toy(Greedy, 6), toy(toys.Stack, 6)
+    handle = enable(model, roomy(1 << 20), transfer=transfer, device_budget=budget)
+    run(model, reference, range(3))
+    kept = handle.report().resident_bytes
+    assert kept == streamed_nbytes(reference, 1)
+    model.full = True
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate[^\0]*are given back \(\d"):
+        model(feed(0))
+    assert handle.report().resident_bytes == 0
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
+        model(feed(0))
+    assert "given back" not in str(caught.value)  # there was nothing left
+    model.full = False
+    run(model, reference, range(3))
+    assert handle.report().resident_bytes == 0
+    handle.remove()
+
+
+def _out_of_memory_on_one_rank(rank: int, size: int, fraction: float, budget: str) -> None:
+    model, reference = toy(Greedy, 6), toy(toys.Stack, 6)
+    room = int(fraction * streamed_nbytes(model, size))
+    options = {"device_budget": "auto"} if budget == "auto" else {"device_budget": room, "gather": "collective"}
+    handle = enable(model, roomy(room), transfer="all_gather", **options)
+    run(model, reference, range(4))
+    handle.join()
+    assert handle.report().resident_bytes > 0
+    if rank == 0:
+        model.full = True
+        with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="are given back"):
+            model(feed(0))
+        model.full = False
+    run(model, reference, range(4, 7))
+    handle.join()
+    assert handle.report().resident_bytes == 0
+    run(model, reference, range(7, 9))
+    handle.remove()
+
+
+@pytest.mark.parametrize("budget", ("auto", "fixed"))
+@pytest.mark.parametrize("fraction", (0.8, 1.0, 1.5, 9.0))
+def test_out_of_memory_on_one_rank_of_several(fraction: float, budget: str) -> None:
+    run_ranks(2, _out_of_memory_on_one_rank, fraction, budget)
+
+
+def test_a_budget_that_keeps_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with catching(caplog):
+        handle = apply_distributed_layerwise_offload(toy(toys.Stack, 4), device_budget=100)
+    assert "keeps nothing on the device" in caplog.text and "100 B" in caplog.text
+    handle.remove()
+
+
+class catching:
+    """diffusers' loggers do not propagate; here they do."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+
+    def __enter__(self) -> None:
+        logging.getLogger("diffusers_dlo.resident_memory").addHandler(self._caplog.handler)
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("diffusers_dlo.resident_memory").removeHandler(self._caplog.handler)
+
+
+class Apart(Platform):
+    """Devices that cannot read each other's memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.device = torch.device("meta")  # only its type is looked at, by the arena
+
+    def peer_memory(self, nbytes: int) -> torch.Tensor:
+        raise RuntimeError("no peer access between these devices")
+
+
+def _apart(rank: int, size: int) -> None:
+    from diffusers_dlo import resident_memory
+    from diffusers_dlo.arena import open_arena
+
+    def on_devices_apart(group, platform, nbytes):
+        return open_arena(group, Apart(platform.device), nbytes)
+
+    model, reference = toy(toys.Stack, 6), toy(toys.Stack, 6)
+    every = streamed_nbytes(model, size)
+    with patch.object(resident_memory, "open_arena", on_devices_apart):
+        with pytest.raises(RuntimeError, match="no peer access between these devices"):
+            apply_distributed_layerwise_offload(model, device_budget=every, gather="pull")
+        assert all(not parameter.is_meta and parameter.numel() for parameter in model.parameters())
+        handle = apply_distributed_layerwise_offload(model, device_budget=every)
+    run(model, reference, range(3))
+    handle.join()
+    assert handle.report().passes == 3 and handle.report().resident_bytes == every
+    handle.remove()
+
+
+def test_pulls_need_devices_that_read_each_other() -> None:
+    run_ranks(2, _apart)
+
+
+@pytest.mark.parametrize(
+    "said,step,called",
+    (
+        ([["measured", 7], ["measured", 5]], Step.ALLOCATED, [("allocate", 5)]),
+        ([["measured", 7], ["measuring", 0]], Step.MEASURED, []),
+        ([["measured", 7], None], Step.MEASURED, []),
+        ([["measured", 7], ["returning", 0]], Step.OFF, [("drop",)]),
+    ),
+)
+def test_what_is_heard_decides(said: list, step: Step, called: list) -> None:
+    calls: list = []
+    agreement = make_agreement(calls.append, Step.MEASURED)
+    agreement.hear(said)
+    assert (agreement.step, calls) == (step, called)
+
+
+def make_agreement(note: Callable[[tuple], None], step: Step) -> ResidentAgreement:
+    def allocate(nbytes: int) -> bool:
+        note(("allocate", nbytes))
+        return True
+
+    return ResidentAgreement(
+        Platform(torch.device("cpu")), allocate, lambda: note(("keep",)), lambda: note(("drop",)), step
+    )
