@@ -116,7 +116,7 @@ def _auto_on_ranks(rank: int, size: int) -> list[int]:
     model, reference = toy(toys.Stack, 6), toy(toys.Stack, 6)
     shards = streamed_nbytes(model, size)
     seen = []
-    # Ranks measure differently; the smallest counts. Once everything, then all shards and a part, then two thirds of them.
+    # Ranks measure differently; the smallest counts. Room for everything, for all shards and a part, for two thirds.
     for budget in (size * shards, shards + shards // 3, 2 * shards // 3):
         handle = enable(model, roomy(budget + 10_000 * rank), transfer="all_gather", device_budget="auto")
         run(model, reference, range(2 + rank, 8))
