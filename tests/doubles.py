@@ -42,8 +42,9 @@ class DelayedPlatform(Platform):
     """
     The CPU with streams that lag behind, and computing that does too: what is put on `compute` runs later, as kernels
     do, with the addresses it had when it was put there. `drops` leaves out one kind of waiting, to show that a test
-    would notice: `"free"` (a fetch does not wait for the block that last used its slot), `"arrived"` (a gather does
-    not wait for its copy) or `"ready"` (computing does not wait for the fetch).
+    would notice: `"free"` (a fetch does not wait for the block that last used its slot; a copy to staging not for the
+    gather that read there), `"arrived"` (a gather does not wait for its copy, nor for its slot) or `"ready"`
+    (computing does not wait for the fetch).
     """
 
     def __init__(self, device: torch.device, seed: int = 0, drops: str = "") -> None:

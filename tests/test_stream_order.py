@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from diffusers_dlo import api, apply_distributed_layerwise_offload
+from diffusers_dlo import api, apply_distributed_layerwise_offload, plan_distributed_layerwise_offload
 from tests import toys
 from tests.doubles import DelayedPlatform, Worker
 from tests.ranks import run_ranks
@@ -44,9 +44,9 @@ class LateBlock(toys.Block):
 class LateStack(nn.Module):
     """Late blocks, in any order; the host runs far ahead of them and waits at the end of a forward only."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Sequence[int] = (24, 40, 8, 24, 16)) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(LateBlock(16, width) for width in (24, 40, 8, 24, 16))
+        self.blocks = nn.ModuleList(LateBlock(16, width) for width in widths)
         self.order: Sequence[int] = range(5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,10 +61,12 @@ class LateStack(nn.Module):
         return values[0]
 
 
-def outputs(seed: int, drops: str = "", rank: int = 0, **options) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def outputs(
+    seed: int, drops: str = "", rank: int = 0, widths: Sequence[int] = (24, 40, 8, 24, 16), **options
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What passes in varying order give with the double, and what they should give."""
-    orders = [(0, 1, 2, 3, 4), (0, 2, 2, 4), (4, 1, 3, 0), (0, 1, 2, 3, 4)]
-    model, reference = toy(LateStack), toy(LateStack)
+    orders = [range(len(widths)), (0, 2, 2, 4), (4, 1, 3, 0), range(len(widths))]
+    model, reference = toy(LateStack, widths), toy(LateStack, widths)
     platform = DelayedPlatform(torch.device("cpu"), seed, drops)
     with patch.object(api, "get_platform", lambda device: platform):
         handle = apply_distributed_layerwise_offload(model, **options)
@@ -143,6 +145,49 @@ def _one_computes_one_joins(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", (2, 3))
 def test_right_while_others_only_transfer(size: int) -> None:
     run_ranks(size, _one_computes_one_joins)
+
+
+SEVEN = (24, 40, 8, 24, 16, 32, 24)
+BUDGETS = {"three quarters, staged": 0.9, "half": 0.5, "all": 1.0, "some whole": 1.5}
+
+
+def _with_residents(rank: int, size: int, fraction: float, gather: str, drops: str = "") -> int:
+    """Seeded schedules of which a part stays; on how many the output is wrong."""
+    wrong = 0
+    for seed in range(4):
+        plan = plan_distributed_layerwise_offload(toy(LateStack, SEVEN), group_size=size)
+        budget = int(fraction * sum(block.shard_nbytes(size) for block in plan.blocks))
+        options = {"device_budget": budget, "gather": gather, "num_slots": 2 + seed % 2}
+        got, expected = outputs(10 * seed + rank, drops if rank == 0 else "", rank=rank, widths=SEVEN, **options)
+        wrong += not all(torch.equal(a, b) for a, b in zip(got, expected))
+    return wrong
+
+
+@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("gather", ("collective", "pull"))
+@pytest.mark.parametrize("fraction", BUDGETS.values(), ids=BUDGETS)
+def test_right_where_a_part_stays(fraction: float, gather: str, size: int) -> None:
+    assert run_ranks(size, _with_residents, fraction, gather) == [0] * size
+
+
+def _alone_with_residents(fraction: float, transfer: str) -> None:
+    for seed in range(6):
+        plan = plan_distributed_layerwise_offload(toy(LateStack, SEVEN))
+        budget = int(fraction * plan.streamed_nbytes)
+        options = {"transfer": transfer, "device_budget": budget, "num_slots": 2 + seed % 3}
+        got, expected = outputs(seed, widths=SEVEN, **options)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected)), seed
+
+
+@pytest.mark.parametrize("transfer", ("local", "all_gather"))
+@pytest.mark.parametrize("fraction", (0.4, 0.8, 1.0))
+def test_right_where_blocks_stay_on_one_rank(fraction: float, transfer: str) -> None:
+    _alone_with_residents(fraction, transfer)
+
+
+@pytest.mark.parametrize("drops", ("free", "arrived", "ready"))
+def test_a_missing_wait_shows_where_a_part_stays(drops: str) -> None:
+    assert any(run_ranks(2, _with_residents, 0.9, "collective", drops)), f"nothing notices that '{drops}' is missing"
 
 
 def _skipping_differently(rank: int, size: int) -> None:
