@@ -104,13 +104,22 @@ class _Planner:
             plain = self._variant(transfer, group_size, 2 if self._num_slots == "auto" else int(self._num_slots))
             if self._budget is None or self._budget == 0:
                 yield self._option(plain, transfer, "collective", None)
-            if self._num_slots == "auto":
-                plain = replace(plain, num_slots=3)
-            for budget in self._budgets(plain):
-                kept = self._option(plain, transfer, "collective", budget)
-                yield kept
-                if kept.gather and kept.residents and not self._streams(kept):
-                    yield self._option(plain, transfer, "pull", budget)
+            if self._num_slots != "auto":
+                yield from self._with_budgets(plain, transfer)
+                continue
+            usual = list(self._with_budgets(replace(plain, num_slots=3), transfer))
+            yield from usual
+            fastest = min((option.seconds for option in usual if option.fits), default=float("inf"))
+            for option in self._with_budgets(plain, transfer):  # the third slot's bytes may serve better elsewhere
+                if option.fits and _AS_GOOD * option.seconds < fastest:
+                    yield option
+
+    def _with_budgets(self, plan: OffloadPlan, transfer: str) -> Iterator[Option]:
+        for budget in self._budgets(plan):
+            kept = self._option(plan, transfer, "collective", budget)
+            yield kept
+            if kept.gather and kept.residents and not self._streams(kept):
+                yield self._option(plan, transfer, "pull", budget)
 
     def shortfalls(self, option: Option) -> Iterator[str]:
         """What of the machine does not suffice for an option."""

@@ -248,7 +248,7 @@ def test_memory_is_the_plans_and_what_stays() -> None:
 def test_auto_is_what_the_device_leaves() -> None:
     plan = stack_plan()
     machine = Machine(device_nbytes=8 * GIB)
-    (option, _) = predict(plan, machine, Work(1024, 256), device_budget="auto").options
+    (option, *_) = predict(plan, machine, Work(1024, 256), device_budget="auto").options
     usable = 8 * GIB * (1 - MARGIN)
     assert option.fits and option.budget is not None and option.budget % (1 << 20) == 0
     rest = usable - (option.memory.total - option.memory.residents)
@@ -266,6 +266,10 @@ def test_the_recommended_option() -> None:
         option.memory.total < 0.99 * roomy.best.memory.total and option.seconds <= roomy.best.seconds
         for option in roomy.options
     )
+    tight = predict(plan, Machine(device_nbytes=8 * GIB), Work(1024, 256))
+    assert tight.best is not None  # the third slot's bytes are worth more as shards that stay
+    assert tight.best.plan.num_slots == 2 and tight.best.residents.staging_nbytes
+    assert tight.best.seconds < 0.9 * min(option.seconds for option in tight.options if option.plan.num_slots == 3)
     busy = predict(plan, Machine(device_nbytes=140 * GIB), Work(26_000, 256))
     assert busy.best is not None  # nothing is gained by a budget where computing takes longest
     assert (busy.best.budget, busy.best.plan.num_slots, busy.best.transfer) == (None, 2, "all_gather")
