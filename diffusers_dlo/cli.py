@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ._version import __version__
-from .byte_size import format_bytes
+from .byte_size import format_bytes, parse_bytes
 
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--dtype", choices=_DTYPES, default="bfloat16", help="dtype of the weights (default: %(default)s)"
     )
     pack.set_defaults(run=_pack)
+    _add_plan(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)
@@ -46,6 +47,106 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("diffusers-dlo: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="predict the memory and the time of a checkpoint, before anything is loaded",
+        description="Says what a checkpoint takes on devices and hosts, how long a forward takes for each way to "
+        "stream it, and which settings to use; from configurations and the headers of files alone.",
+    )
+    plan.add_argument("model", metavar="MODEL", help="directory of a pipeline or a model, or a name on the Hub")
+    plan.add_argument("--ranks", type=_count, default=1, help="ranks of one host (default: %(default)s)")
+    plan.add_argument("--device-memory", type=_bytes, metavar="AMOUNT", help="of each device, such as 64GiB")
+    plan.add_argument("--host-memory", type=_bytes, metavar="AMOUNT", help="of each host, such as 256GiB")
+    plan.add_argument("--device-budget", type=_budget, metavar="AMOUNT", help="what may stay on devices: auto, 12GiB")
+    plan.add_argument("--num-slots", type=_count, metavar="K", help="slots (default: what is best)")
+    plan.add_argument("--components", nargs="+", metavar="NAME", help="components to stream")
+    plan.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: that of the files)")
+    plan.add_argument("--tokens", type=_count, default=4096, help="of the image or video (default: %(default)s)")
+    plan.add_argument(
+        "--text-tokens", type=_number, default=512, metavar="N", help="of the text (default: %(default)s)"
+    )
+    plan.add_argument("--compute", type=_rate, metavar="MS", help="measured milliseconds of a resident forward")
+    plan.add_argument(
+        "--tflops", type=_rate, default=500.0, help="without --compute: 10^12 operations/s (default: %(default)g)"
+    )
+    plan.add_argument(
+        "--h2d", type=_rate, default=55.0, metavar="GB/S", help="host to each device (default: %(default)g)"
+    )
+    plan.add_argument(
+        "--gather", type=_rate, default=270.0, metavar="GB/S", help="between devices (default: %(default)g)"
+    )
+    plan.add_argument(
+        "--gather-slowdown", type=float, default=0.0, metavar="X", help="of computing meanwhile (default: %(default)g)"
+    )
+    plan.add_argument("--json", metavar="FILE", help="write everything there too")
+    plan.add_argument("--plot", metavar="FILE", help="draw the recommended forward there")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from .checkpoint_plan import plan_checkpoint, write_json, write_timeline
+    from .config import DistributedLayerwiseOffloadConfig
+    from .prediction import Machine, Work
+    from .prediction_page import code_to_paste, render_prediction
+    from .simulation import Links
+
+    links = Links(h2d=options.h2d * 1e9, gather=options.gather * 1e9, gather_slowdown=options.gather_slowdown)
+    compute = None if options.compute is None else options.compute / 1e3
+    outline, prediction = plan_checkpoint(
+        options.model,
+        options.ranks,
+        Machine(options.device_memory, options.host_memory, links),
+        Work(options.tokens, options.text_tokens, compute, options.tflops),
+        dtype=_DTYPES[options.dtype] if options.dtype else None,
+        config=DistributedLayerwiseOffloadConfig(
+            num_slots=options.num_slots or "auto", device_budget=options.device_budget
+        ),
+        components=options.components,
+    )
+    print(render_prediction(outline, prediction))
+    if options.json:
+        write_json(outline, prediction, options.json)
+    if options.plot:
+        write_timeline(prediction, options.plot)
+    if prediction.shortfalls:
+        raise ValueError("\n".join(prediction.shortfalls))
+    print(f"\nRecommended:\n\n{code_to_paste(outline, prediction)}", end="")
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, got {text!r}")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, got {text!r}")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+    return value
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text, "it")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _budget(text: str) -> int | str:
+    return text if text == "auto" else _bytes(text)
 
 
 def _pack(options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ read weights.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -39,6 +40,9 @@ DTYPES = {
 """What safetensors calls dtypes. Those of less than a byte (F4, F6) are left out: their elements cannot be cast."""
 
 
+_LONGEST_HEADER = 100_000_000
+"""Bytes; safetensors' own limit."""
+
 _LISTED = 20
 """How many names of each kind an error lists."""
 
@@ -65,11 +69,35 @@ def read_header(path: str) -> list[StoredTensor]:
     try:
         with safe_open(path, framework="pt"):
             pass
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length), object_pairs_hook=without_repeats)
+        return _parse_header(path)
     except (SafetensorError, OSError, ValueError, struct.error) as error:
         raise damaged(path, error) from None
+
+
+def peek_header(path: str) -> list[StoredTensor]:
+    """
+    As `read_header`, without mapping the file, which takes as much address space as a host may have memory: for sizes,
+    not for reading weights. Of the file it is checked that it is as long as its header says.
+
+    Raises:
+        `RuntimeError`: the file cannot be read, or is cut off; with the reason.
+    """
+    try:
+        stored = _parse_header(path)
+        there, needed = os.path.getsize(path), max((one.offset + one.nbytes for one in stored), default=0)
+        if there < needed:
+            raise ValueError(f"it has {there:,} bytes, and by its header {needed:,}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise damaged(path, error) from None
+    return stored
+
+
+def _parse_header(path: str) -> list[StoredTensor]:
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > _LONGEST_HEADER:
+            raise ValueError("its header is too large")
+        header = json.loads(file.read(length), object_pairs_hook=without_repeats)
     header.pop("__metadata__", None)
     begin = 8 + length
     stored = []

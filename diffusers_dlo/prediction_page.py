@@ -1,0 +1,295 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns how a prediction looks: tables for a terminal, the settings as code to paste, values for a JSON file, a picture.
+Must not compute what it shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .byte_size import format_bytes
+from .tables import render_plan, render_table
+
+
+if TYPE_CHECKING:
+    from .outline import Outline
+    from .prediction import Machine, Option, Prediction
+    from .simulation import Simulation
+
+
+def render_prediction(outline: Outline, prediction: Prediction) -> str:
+    """The whole page, without the code to paste."""
+    shown = prediction.best or prediction.options[0]
+    parts = [
+        render_plan(shown.plan),
+        _render_files(outline),
+        _render_memory(prediction.machine, shown),
+        _render_options(prediction),
+        *_render_encoders(shown),
+        _render_assumptions(prediction, shown),
+    ]
+    if prediction.scaling:
+        parts.append(_render_scaling(prediction))
+    return "\n\n".join(parts)
+
+
+def _render_files(outline: Outline) -> str:
+    dtype = str(outline.dtype).removeprefix("torch.")
+    if not outline.cast_nbytes:
+        return f"dtype:  {dtype}, as in the files: weights stream from their page cache (mapped)"
+    return (
+        f"dtype:  {dtype}; {format_bytes(outline.cast_nbytes)} are in another dtype in the files, and are cast and "
+        "kept in shared memory (packed)"
+    )
+
+
+def _render_memory(machine: Machine, option: Option) -> str:
+    memory = option.memory
+    rows = [
+        ["device", f"{option.plan.num_slots} slots", format_bytes(memory.slots)],
+        ["", "placed", format_bytes(memory.placed)],
+        ["", "largest leaf, on demand", format_bytes(memory.on_demand)],
+        ["", "residents", format_bytes(memory.residents)],
+        ["", "activations (estimate)", format_bytes(memory.activations)],
+        ["", "in all", format_bytes(memory.total)],
+        ["", "there is, with a margin", _amount(machine.usable_nbytes)],
+        ["host", "mapped or packed, once", format_bytes(option.host_nbytes)],
+        ["", "pinned, all ranks", format_bytes(option.pinned_nbytes)],
+        ["", "there is", _amount(machine.host_nbytes)],
+    ]
+    return render_table("Memory of each device and of each host", ["memory", "for", "bytes"], rows)
+
+
+def _render_options(prediction: Prediction) -> str:
+    rows = [
+        [
+            option.transfer,
+            option.gather or "-",
+            str(option.plan.num_slots),
+            _amount(option.budget, "-"),
+            format_bytes(option.memory.total),
+            _milliseconds(option.seconds),
+            f"{option.seconds / option.limit_seconds:.2f}",
+            _milliseconds(sum(f.simulation.exposed_seconds for f in option.denoisers) / len(option.denoisers)),
+            f"{sum(f.simulation.link_idle for f in option.denoisers) / len(option.denoisers):.0%}",
+            "recommended" if option is prediction.best else "" if option.fits else "does not fit",
+        ]
+        for option in prediction.options
+    ]
+    names = [forward.component for forward in prediction.options[0].denoisers]
+    columns = ["transfer", "gather", "slots", "budget", "device", "ms", "to limit", "waiting, ms", "link idle", ""]
+    return render_table(f"One forward of {' or '.join(names)}, predicted", columns, rows)
+
+
+def _render_encoders(option: Option) -> list[str]:
+    encoders = [forward for forward in option.forwards if forward.is_encoder]
+    return [f"{one.component}: {_milliseconds(one.seconds)} ms for one prompt, local" for one in encoders]
+
+
+def _render_assumptions(prediction: Prediction, option: Option) -> str:
+    work, links = prediction.work, prediction.machine.links
+    compute = sum(f.simulation.compute_seconds for f in option.denoisers) / len(option.denoisers)
+    if work.compute_seconds is None:
+        source = f"estimate: {work.tokens:,} tokens, {work.text_tokens:,} of text, at {work.tflops:g} TFLOP/s"
+    else:
+        source = "as given"
+    lines = [
+        f"assumed:  {links.h2d / 1e9:g} GB/s from the host to each device, {links.gather / 1e9:g} between devices",
+        f"          {_milliseconds(compute)} ms of computing ({source})",
+        "to limit: the time divided by the larger of computing and copying, each alone",
+    ]
+    if any(one.gather == "pull" for one in prediction.options):
+        lines.append(
+            "pull:     only where the devices can map each other's memory; it takes no part of the compute units"
+        )
+    return "\n".join(lines)
+
+
+def _render_scaling(prediction: Prediction) -> str:
+    rows = [
+        [
+            str(scale.devices),
+            f"{scale.hosts} x {scale.option.plan.group_size}",
+            scale.option.transfer + (" (pull)" if scale.option.gather == "pull" else ""),
+            _amount(scale.option.budget, "-"),
+            _milliseconds(scale.option.seconds),
+            f"{scale.devices / scale.option.seconds:,.1f}" if scale.option.seconds else "-",
+            format_bytes(scale.option.host_nbytes),
+        ]
+        for scale in prediction.scaling
+    ]
+    columns = ["devices", "hosts x ranks", "transfer", "budget", "ms", "forwards/s in all", "each host"]
+    title = "Other numbers of devices, simulated: each with its own link, none measured"
+    return render_table(title, columns, rows)
+
+
+def code_to_paste(outline: Outline, prediction: Prediction) -> str:
+    """The recommended settings as a script; empty where something does not fit."""
+    option = prediction.best
+    if option is None or prediction.shortfalls:
+        return ""
+    settings = _settings(outline, option)
+    from_transformers = not outline.is_pipeline and outline.library == "transformers"
+    variable = "pipe" if outline.is_pipeline else "model"
+    load = f"{variable} = {outline.class_name}.from_pretrained({json.dumps(outline.model)}, dtype={outline.dtype})"
+    lines = [f"# torchrun --nproc_per_node {option.plan.group_size} script.py"] if option.plan.group_size > 1 else []
+    lines += [
+        "import torch",
+        f"from {outline.library} import {outline.class_name}",
+        "",
+        "import diffusers_dlo",
+        "",
+        "",
+    ]
+    if outline.cast_nbytes:
+        lines += ["with diffusers_dlo.mapped_loading():", f"    {load}"]
+    else:
+        lines.append(load)
+    if option.gather == "pull":
+        lines.append("# Where the devices can map each other's memory, shards that stay are pulled.")
+    if from_transformers:
+        arguments = ", ".join(["model", *settings])
+        lines.append(f"diffusers_dlo.apply_distributed_layerwise_offload({arguments})")
+    else:
+        lines.append(f"{variable}.enable_distributed_layerwise_offload({', '.join(settings)})")
+    return "\n".join(lines) + "\n"
+
+
+def _settings(outline: Outline, option: Option) -> list[str]:
+    """What differs from the defaults."""
+    settings = []
+    if option.transfer == "local" and option.plan.group_size > 1:
+        settings.append('transfer="local"')
+    if option.plan.num_slots != (3 if option.budget else 2):
+        settings.append(f"num_slots={option.plan.num_slots}")
+    if option.budget:
+        settings.append(f"device_budget={_written(option.budget)}")
+    if outline.chosen:
+        settings.append(f"components={json.dumps(outline.chosen)}")
+    return settings
+
+
+def _written(nbytes: int) -> str:
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes % factor == 0:
+            return f'"{nbytes // factor}{unit}"'
+    return str(nbytes)
+
+
+def as_values(outline: Outline, prediction: Prediction) -> dict[str, Any]:
+    """Everything in plain values, for a JSON file: bytes and seconds."""
+    return {
+        "model": outline.model,
+        "class": outline.class_name,
+        "dtype": str(outline.dtype).removeprefix("torch."),
+        "cast_bytes": outline.cast_nbytes,
+        "assumed": {
+            "h2d_bytes_per_second": prediction.machine.links.h2d,
+            "gather_bytes_per_second": prediction.machine.links.gather,
+            "gather_slowdown": prediction.machine.links.gather_slowdown,
+            "tokens": prediction.work.tokens,
+            "text_tokens": prediction.work.text_tokens,
+            "compute": "estimate" if prediction.work.compute_seconds is None else "given",
+            "tflops": prediction.work.tflops,
+        },
+        "device_bytes": prediction.machine.device_nbytes,
+        "host_bytes": prediction.machine.host_nbytes,
+        "components": [
+            {
+                "name": component.name,
+                "class": component.class_name,
+                "transfer": component.transfer,
+                "blocks": len(component.blocks),
+                "largest_block_bytes": component.largest_block.nbytes,
+                "streamed_bytes": component.streamed_nbytes,
+                "on_demand_bytes": sum(leaf.nbytes for leaf in component.leaves),
+                "placed_bytes": component.placed_nbytes,
+            }
+            for component in prediction.options[0].plan.components
+        ]
+        + [
+            {"name": name, "class": class_name, "transfer": "placed", "placed_bytes": nbytes}
+            for name, class_name, nbytes in prediction.options[0].plan.placed
+        ],
+        "options": [_option_values(option) for option in prediction.options],
+        "recommended": None if prediction.best is None else prediction.options.index(prediction.best),
+        "shortfalls": list(prediction.shortfalls),
+        "code": code_to_paste(outline, prediction),
+        "simulated": [
+            {"devices": scale.devices, "hosts": scale.hosts, **_option_values(scale.option)}
+            for scale in prediction.scaling
+        ],
+    }
+
+
+def _option_values(option: Option) -> dict[str, Any]:
+    memory = option.memory
+    return {
+        "ranks": option.plan.group_size,
+        "transfer": option.transfer,
+        "gather": option.gather or None,
+        "num_slots": option.plan.num_slots,
+        "device_budget": option.budget,
+        "fits": option.fits,
+        "seconds": option.seconds,
+        "limit_seconds": option.limit_seconds,
+        "forwards": {
+            forward.component: {
+                "seconds": forward.seconds,
+                "compute_seconds": forward.simulation.compute_seconds,
+                "copy_seconds": forward.simulation.copy_seconds,
+                "exposed_seconds": forward.simulation.exposed_seconds,
+                "link_idle": forward.simulation.link_idle,
+                "h2d_bytes": forward.simulation.h2d_nbytes,
+                "gather_bytes": forward.simulation.gather_nbytes,
+            }
+            for forward in option.forwards
+        },
+        "device_memory": {
+            "slots": memory.slots,
+            "placed": memory.placed,
+            "on_demand": memory.on_demand,
+            "residents": memory.residents,
+            "activations_estimate": memory.activations,
+            "total": memory.total,
+        },
+        "host_weights_bytes": option.host_nbytes,
+        "host_pinned_bytes": option.pinned_nbytes,
+    }
+
+
+def draw_timeline(simulation: Simulation, title: str, path: str) -> None:
+    """
+    Draws the lanes of a simulated forward.
+
+    Raises:
+        `RuntimeError`: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError("A picture needs matplotlib, which is not installed: pip install matplotlib.") from error
+    figure = Figure(figsize=(12, 3), layout="constrained")
+    axes = figure.subplots()
+    lanes: Sequence[str] = ("compute", "gather", "copy")
+    for height, lane in enumerate(lanes):
+        spans = [span for span in simulation.spans if span.stream == lane]
+        for shade in (0, 1):  # neighbours are told apart
+            bars = [(s.start * 1e3, (s.stop - s.start) * 1e3) for s in spans if s.block % 2 == shade]
+            axes.broken_barh(bars, (height - 0.4, 0.8), color=f"C{height}", alpha=0.95 - 0.35 * shade)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_xlim(0, max(simulation.seconds * 1e3, 1e-9))
+    axes.set_xlabel("ms")
+    axes.set_title(title)
+    figure.savefig(path)
+
+
+def _amount(nbytes: int | None, missing: str = "not given") -> str:
+    return missing if nbytes is None else format_bytes(nbytes)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
