@@ -13,7 +13,7 @@ from .byte_size import format_bytes
 from .compute_estimate import Tokens, activation_nbytes, block_flops
 from .offload_plan import ComponentPlan, OffloadPlan
 from .prediction import MARGIN, DeviceMemory, Forward, Machine, Option, Prediction, Scale, Work
-from .residency import STAGING_BUFFERS, Candidate, ResidentPlan, plan_residents
+from .residency import STAGING_BUFFERS, ResidentPlan
 from .simulation import SimulatedBlock, Streaming, simulate_forward
 
 
@@ -95,8 +95,7 @@ class _Planner:
         self._work = work
         self._num_slots = num_slots
         self._budget = budget
-        encoders = {c.name for c in plan.components if c.transient or "encoder" in c.name}
-        self._encoders = encoders if len(encoders) < len(plan.components) else set()
+        self._encoders = {c.name for c in plan.components if c.runs_once}
 
     def options(self, group_size: int) -> Iterator[Option]:
         """The ways to stream the plan with groups of this size."""
@@ -167,14 +166,6 @@ class _Planner:
         )
         return replace(self._plan, components=components, group_size=group_size, num_slots=num_slots)
 
-    def _candidates(self, plan: OffloadPlan) -> list[Candidate]:
-        return [
-            Candidate(c.name, index, block)
-            for c in plan.components
-            if c.name not in self._encoders
-            for index, block in enumerate(c.blocks)
-        ]
-
     def _shares(self, plan: OffloadPlan) -> int:
         return max(plan.shards(c) for c in plan.components if c.name not in self._encoders)
 
@@ -185,7 +176,7 @@ class _Planner:
         if self._machine.usable_nbytes is None:
             return []
         shares = self._shares(plan)
-        layouts = [candidate.layout for candidate in self._candidates(plan)]
+        layouts = [candidate.layout for candidate in plan.candidates]
         shards = sum(layout.shard_nbytes(shares) for layout in layouts)
         whole = sum(layout.padded_nbytes(shares) for layout in layouts)
         most = min(_round_down(self._free(plan)), _round_up(whole))
@@ -216,7 +207,7 @@ class _Planner:
     def _option(self, plan: OffloadPlan, transfer: str, gather: str, budget: int | None) -> Option:
         residents = ResidentPlan()
         if budget:
-            residents = plan_residents(self._candidates(plan), self._shares(plan), plan.num_slots, budget)
+            residents = plan.residents_for(budget)
         memory = self._memory(plan, residents)
         usable = self._machine.usable_nbytes
         return Option(
