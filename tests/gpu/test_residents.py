@@ -1,7 +1,7 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Weights that stay on real devices: equal outputs for every budget, what a measured budget takes, and giving it back. Two
-ranks share one device where there is no second one; their gathers then go through gloo.
+Weights that stay on real devices: equal outputs for every budget, what a measured budget takes, and giving it back.
+Two ranks share one device where there is no second one; their gathers then go through gloo.
 """
 
 import os
@@ -39,7 +39,7 @@ def make_inputs(rank: int, count: int) -> list[torch.Tensor]:
 
 
 def check(rank: int, count: int, **options) -> tuple[int, int]:
-    """Forwards that do not wait for each other; bytes that stay, and those that the last passes copied from the host."""
+    """Forwards that do not wait for each other; bytes that stay, and those that the last two copied from the host."""
     model, reference = wide(), wide().cuda()
     inputs = make_inputs(rank, count)
     with torch.inference_mode():
@@ -171,6 +171,7 @@ def _peer_is_killed(rank: int, size: int) -> bool:
     handle = apply_distributed_layerwise_offload(
         model, transfer="all_gather", device_budget=shards_of(size), gather="pull"
     )
+    assert handle.report().resident_bytes == shards_of(size)
     inputs = make_inputs(rank, 12)
     with torch.inference_mode():
         if rank == 1:
