@@ -63,7 +63,9 @@ def test_blocks_stay_on_one_rank(fraction: float, transfer: str) -> None:
     budget = int(fraction * shards_of(1))
     resident, copied = check(0, 8, transfer=transfer, device_budget=budget)
     assert budget - shards_of(1) // 8 < resident <= budget
-    assert copied == 2 * (shards_of(1) - resident)
+    streamed = shards_of(1) - resident
+    in_slots = transfer == "local" and streamed <= 3 * (shards_of(1) // 8)
+    assert copied == (0 if in_slots else 2 * streamed)  # what the slots hold is not copied again
 
 
 @pytest.mark.parametrize("transfer", ("local", "all_gather"))
