@@ -36,6 +36,7 @@ from .interrupts import interrupts
 from .offload_plan import OffloadPlan, build_plan, find_all, select, transfers_of
 from .process_engine import get_engine, pausing
 from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
+from .transfer_choice import choose_transfer
 from .validation import refuse_changed_before_cast, refuse_enabled, validate_module, validate_placed
 
 
@@ -179,7 +180,7 @@ def _prepare(
         lines = [f"streaming already: {engine.names}", f"device {platform.device.type}", f"timeout {config.timeout}"]
         lines += [f"grace {config.grace}", f"uneven {config.uneven}"]
         lines += [f"cache_dir {config.cache_dir and os.path.realpath(config.cache_dir)}"]
-        lines += plan.summary_lines()
+        lines += [*plan.summary_lines(), f"transfer {config.transfer}"]
         loose_lines = sample_weights(plan, owned, skip=located.ranges) if group.size > 1 else []
         said |= {"digest": digest_of(lines), "weights": digest_of(loose_lines)}
         said |= {"files": files_digest(located, owned), "mapped": offer.digest, "loose": offer.loose}
@@ -257,7 +258,8 @@ def _commit(
                 part.attach_to_engine(component, store, config)
             move_tensors(_resident(parts, selection.placed), platform.device, moved, aligned=True)
         _fill_store(parts, store, group)
-        handle = OffloadHandle(config, store.plan, engine, parts, selection.placed, store)
+        plan, timing = choose_transfer(store.plan, [part.component for part in parts], engine, config)
+        handle = OffloadHandle(config, plan, engine, parts, selection.placed, store, timing)
         with group.agreement("enable: hooks"):
             for part in parts:
                 part.attach_to_module(handle, handle.remove)

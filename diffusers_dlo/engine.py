@@ -7,6 +7,7 @@ and which forwards are open, by one thread at a time. Must not touch modules: ho
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,14 +70,26 @@ class Engine:
 
     def detach(self, component: Component, shrink: bool = True) -> None:
         """Lets a component go, and its slots with the last one; see `Lane.remove`."""
+        self._leave_lane(component, shrink)
+        self._leaves.let_go(component.leaves)
+        if self._components.pop(component.name, None) is not None:
+            self._close(component)
+
+    def go_local(self, components: Sequence[Component], num_slots: int) -> None:
+        """Each rank copies these components for itself from now on. All ranks do this, while no pass can begin."""
+        for component in components:
+            self._leave_lane(component)
+            component.go_local()
+        local = self.lanes.setdefault("local", LocalLane(self.platform, self.counters))
+        for component in components:
+            local.add(component, num_slots)
+
+    def _leave_lane(self, component: Component, shrink: bool = True) -> None:
         lane = self.lanes.get(component.plan.transfer)
         if lane is not None:
             lane.remove(component, shrink)
             if not lane.components:
                 self.lanes.pop(lane.transfer, None)
-        self._leaves.let_go(component.leaves)
-        if self._components.pop(component.name, None) is not None:
-            self._close(component)
 
     def discard(self, component: Component) -> None:
         """

@@ -147,7 +147,7 @@ class Component:
 
     def go_local(self) -> None:
         """From now on this rank copies its blocks whole."""
-        self.plan = replace(self.plan, transfer="local")
+        self.plan = replace(self.plan, transfer="local", transient=False)
         for block in self.blocks:
             block.store.copy_whole(block.key)
 
