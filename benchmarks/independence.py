@@ -121,7 +121,7 @@ def main() -> None:
     resident_time, expected = forwards(reference, inputs, device)
     del reference
     model = make(device, torch.device("cpu"), count, dim, width, dtype)
-    handle = apply_distributed_layerwise_offload(model, onload_device=device, host="packed")
+    handle = apply_distributed_layerwise_offload(model, onload_device=device, transfer="all_gather", host="packed")
     forwards(model, inputs[:2], device)
     waits = watch_requests()
 

@@ -22,6 +22,7 @@ from .config import DistributedLayerwiseOffloadConfig
 from .offload_plan import OffloadPlan, plan_distributed_layerwise_offload, supports_mmap_loading
 from .pipeline_mixin import DistributedLayerwiseOffloadMixin, install
 from .report import OffloadReport
+from .transfer_choice import TransferTiming
 from .weight_value import host_view
 
 
@@ -35,6 +36,7 @@ __all__ = [
     "OffloadHandle",
     "OffloadPlan",
     "OffloadReport",
+    "TransferTiming",
     "__version__",
     "apply_distributed_layerwise_offload",
     "generate_concurrently",

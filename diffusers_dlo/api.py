@@ -37,6 +37,7 @@ from .offload_plan import OffloadPlan, build_plan, find_all, select, transfers_o
 from .process_engine import get_engine, pausing
 from .resident_memory import ResidentMemory
 from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
+from .transfer_choice import choose_transfer
 from .validation import refuse_changed_before_cast, refuse_enabled, validate_module, validate_placed
 
 
@@ -180,7 +181,7 @@ def _prepare(
         lines = [f"streaming already: {engine.names}", f"device {platform.device.type}", f"timeout {config.timeout}"]
         lines += [f"grace {config.grace}", f"uneven {config.uneven}"]
         lines += [f"cache_dir {config.cache_dir and os.path.realpath(config.cache_dir)}"]
-        lines += plan.summary_lines()
+        lines += [*plan.summary_lines(), f"transfer {config.transfer}"]
         loose_lines = sample_weights(plan, owned, skip=located.ranges) if group.size > 1 else []
         said |= {"digest": digest_of(lines), "weights": digest_of(loose_lines)}
         said |= {"files": files_digest(located, owned), "mapped": offer.digest, "loose": offer.loose}
@@ -250,18 +251,21 @@ def _commit(
     moved: list[Move] = []
     with ExitStack() as undo:
         undo.callback(store.close)
-        residents = ResidentMemory(engine, store.plan, config)
         undo.callback(put_back, moved)
         for part in parts:
             undo.callback(part.detach)
         with group.agreement("enable: device"):
             for part, component in zip(parts, store.plan.components):
-                part.attach_to_engine(component, store, config, residents.lane_of(component.name, component.transfer))
-            residents.attach([part.component for part in parts])
+                part.attach_to_engine(component, store, config)
             move_tensors(_resident(parts, selection.placed), platform.device, moved, aligned=True)
         _fill_store(parts, store, group)
-        residents.fill([part.component for part in parts])
-        handle = OffloadHandle(config, store.plan, engine, parts, selection.placed, store)
+        components = [part.component for part in parts]
+        plan, timing = choose_transfer(store.plan, components, engine, config)
+        residents = ResidentMemory(engine, plan, config)
+        with group.agreement("enable: residents"):
+            residents.attach(components)
+        residents.fill()
+        handle = OffloadHandle(config, plan, engine, parts, selection.placed, store, timing)
         with group.agreement("enable: hooks"):
             for part in parts:
                 part.attach_to_module(handle, handle.remove)

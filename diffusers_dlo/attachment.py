@@ -71,11 +71,11 @@ class Attachment:
         return self._component
 
     def attach_to_engine(
-        self, plan: ComponentPlan, store: HostStore, config: DistributedLayerwiseOffloadConfig, lane: str
+        self, plan: ComponentPlan, store: HostStore, config: DistributedLayerwiseOffloadConfig
     ) -> None:
         """
         Makes the run-time state of the component, as the store's `plan` of it says, and hands it to the engine, which
-        allocates slots in a `lane` of that kind.
+        allocates slots.
         """
         device = self._engine.platform.device
         name = self._engine.new_name(plan.name)
@@ -86,7 +86,7 @@ class Attachment:
             for index, (layout, owned) in enumerate(zip((*plan.blocks, *plan.leaves), self.owned))
         ]
         count = len(plan.blocks)
-        self._component = Component(name, plan, units[:count], units[count:], lane)
+        self._component = Component(name, plan, units[:count], units[count:])
         self._engine.attach(self._component, config)
 
     def drop_originals(self, unit: Unit) -> None:

@@ -37,7 +37,10 @@ class DistributedLayerwiseOffloadConfig:
             CPU where there is none.
         transfer (`str`, defaults to `"auto"`):
             `"all_gather"`: each rank of a host copies 1/N of a block and an all-gather rebuilds it. `"local"`: each
-            rank copies whole blocks over its own link. `"auto"`: `"local"` for one rank, `"all_gather"` for more.
+            rank copies whole blocks over its own link. `"auto"`: `"local"` for one rank. For more, the largest block
+            is timed both ways when the offload is enabled, and all ranks take what is faster;
+            `handle.transfer_timing` has the figures. `"all_gather"` without timing where there is no link to time
+            (the CPU), and where each rank has only its shards (the host store is `"pinned"`).
         num_slots (`int` or `"auto"`, defaults to `"auto"`):
             How many block-sized buffers the device holds, 2 or more. `"auto"` is 2 (one computes, one arrives), and 3
             with a `device_budget`.
@@ -172,7 +175,7 @@ class DistributedLayerwiseOffloadConfig:
         return int(self.num_slots)
 
     def transfer_for(self, group_size: int) -> str:
-        """`transfer` with `"auto"` decided for a group of this many ranks."""
+        """`transfer` with `"auto"` decided for a group of this many ranks, as far as that goes without timing."""
         if self.transfer != "auto":
             return self.transfer
         return "local" if group_size == 1 else "all_gather"

@@ -57,12 +57,15 @@ class Engine:
     def attach(self, component: Component, config: DistributedLayerwiseOffloadConfig) -> None:
         """Takes a component in; allocates its slots."""
         self._bury()
+        self._components[component.name] = component
+        self._join_lane(component, config)
+
+    def _join_lane(self, component: Component, config: DistributedLayerwiseOffloadConfig) -> None:
         lane = self.lanes.get(component.lane)
         if lane is None:
             lane = self.lanes[component.lane] = self._new_lane(component.lane, config)
         elif isinstance(lane, GatherLane):
             lane.reconfigure(config)
-        self._components[component.name] = component
         lane.add(component, config.slots)
 
     def _new_lane(self, kind: str, config: DistributedLayerwiseOffloadConfig) -> Lane:
@@ -107,14 +110,30 @@ class Engine:
 
     def detach(self, component: Component, shrink: bool = True) -> None:
         """Lets a component go, and its slots with the last one; see `Lane.remove`."""
+        self._leave_lane(component, shrink)
+        self._leaves.let_go(component.leaves)
+        if self._components.pop(component.name, None) is not None:
+            self._close(component)
+
+    def go_local(self, components: Sequence[Component], config: DistributedLayerwiseOffloadConfig) -> None:
+        """Each rank copies these components for itself from now on. All ranks do this, while no pass can begin."""
+        for component in components:
+            self._leave_lane(component)
+            component.go_local()
+            self._join_lane(component, config)
+
+    def go_pull(self, component: Component, config: DistributedLayerwiseOffloadConfig) -> None:
+        """Each rank pulls a component for itself from now on. As `go_local`."""
+        self._leave_lane(component)
+        component.lane = "pull"
+        self._join_lane(component, config)
+
+    def _leave_lane(self, component: Component, shrink: bool = True) -> None:
         lane = self.lanes.get(component.lane)
         if lane is not None:
             lane.remove(component, shrink)
             if not lane.components:
                 self.lanes.pop(lane.kind, None)
-        self._leaves.let_go(component.leaves)
-        if self._components.pop(component.name, None) is not None:
-            self._close(component)
 
     def discard(self, component: Component) -> None:
         """

@@ -17,7 +17,7 @@ from .caller import Caller
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Event, Platform
 from .device.resident import Allocation
-from .device.ring import Slot, become_right, realign
+from .device.ring import Ring, Slot, become_right, realign
 from .distributed.control import GroupLost, RankLost
 from .distributed.group import OffloadGroup
 from .distributed.pass_service import PassService
@@ -171,6 +171,14 @@ class GatherLane(Lane):
         """Other options from now on."""
         if self.service is not None:
             self.service.turn.options = config
+
+    def lend_ring(self) -> Ring:
+        """The ring, for other transfers while no pass can begin. All ranks forget what their slots held."""
+        assert self.ring is not None and self._lap is None
+        self.platform.synchronize()
+        self.ring.forget()
+        self._plan.forget()
+        return self.ring
 
     def close(self) -> None:
         """Ends the service and gives the slots back. Idempotent."""

@@ -20,6 +20,7 @@ from .interrupts import interrupts
 from .offload_plan import OffloadPlan
 from .report import OffloadReport, make_report
 from .tensor_utils import move_tensors, owned_tensors
+from .transfer_choice import TransferTiming
 
 
 class OffloadHandle:
@@ -29,6 +30,8 @@ class OffloadHandle:
     Attributes:
         plan (`OffloadPlan`): what streams, in which blocks, and the memory it takes; `print` it.
         config (`DistributedLayerwiseOffloadConfig`): the options.
+        transfer_timing (`TransferTiming`, *optional*): what `transfer="auto"` was decided by; None where nothing was
+            timed.
     """
 
     def __init__(
@@ -39,9 +42,11 @@ class OffloadHandle:
         parts: Sequence[Attachment],
         placed: Mapping[str, nn.Module],
         store: HostStore,
+        transfer_timing: TransferTiming | None = None,
     ) -> None:
         self.config = config
         self.plan = plan
+        self.transfer_timing = transfer_timing
         self._engine = engine
         self._parts = tuple(parts)
         self._placed = dict(placed)

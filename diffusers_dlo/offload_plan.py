@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -145,6 +145,11 @@ class OffloadPlan:
             )
         return sum(unit.shard_nbytes(self.group_size) for _, unit in self.units)
 
+    def as_local(self) -> OffloadPlan:
+        """The plan that `transfer="local"` makes of the same components: they share a ring, which stays."""
+        components = tuple(replace(component, transfer="local", transient=False) for component in self.components)
+        return replace(self, components=components)
+
     @cached_property
     def digest(self) -> str:
         """A digest of the whole plan: equal on all ranks or nothing is committed."""
@@ -267,7 +272,7 @@ def plan_distributed_layerwise_offload(
 ) -> OffloadPlan:
     r"""
     What enabling would do, without doing it: no device, no process group, no weights read. `print` shows it as a
-    table.
+    table. For several ranks, `transfer="auto"` is `all_gather` here: enabling times both, and may take `local`.
 
     Args:
         module_or_pipeline (`torch.nn.Module` or `DiffusionPipeline`): may be on the meta device.

@@ -42,6 +42,7 @@ class ResidentMemory:
     def __init__(self, engine: Engine, plan: OffloadPlan, config: DistributedLayerwiseOffloadConfig) -> None:
         self._engine = engine
         self._plan = plan
+        self._config = config
         self._residents = plan.residents
         self._parts: list[torch.Tensor] = []
         self._components: list[Component] = []
@@ -56,17 +57,19 @@ class ResidentMemory:
         """Whether each rank pulls every block for itself, in no pass."""
         return bool(self._parts) and self._residents.count == len(self._plan.candidates)
 
-    def lane_of(self, name: str, transfer: str) -> str:
-        """The kind of lane that a component of the plan belongs in."""
-        return "pull" if self.pulls_all and any(c.component == name for c in self._plan.candidates) else transfer
-
     def attach(self, components: Sequence[Component]) -> None:
-        """Allocates what stays, of components that are attached to the engine, and follows their forwards."""
+        """
+        Allocates what stays, of components that are attached to the engine, and follows their forwards. All ranks
+        together, while no pass can begin.
+        """
         names = {candidate.component for candidate in self._plan.candidates}
         self._components = [component for component in components if component.plan.name in names]
         automatic = self._plan.device_budget == "auto"
         if not automatic and not self._residents:
             return
+        if self.pulls_all:
+            for component in self._components:
+                self._engine.go_pull(component, self._config)
         if not automatic:
             self._allocate()
             self._keep()
@@ -81,12 +84,12 @@ class ResidentMemory:
         for component in self._components:
             component.watcher = self
 
-    def fill(self, components: Sequence[Component]) -> None:
+    def fill(self) -> None:
         """Brings what no pass brings. All ranks together; nobody reads before all have."""
         if not self.pulls_all:
             return
         with self._engine.group.agreement("enable: resident shards"):
-            for component in components:
+            for component in self._components:
                 self._engine.fill(component)
 
     # What the engine says of forwards (`Watcher`)

@@ -154,9 +154,7 @@ class Component:
     kind of lane it is in: its transfer, or `"pull"`.
     """
 
-    def __init__(
-        self, name: str, plan: ComponentPlan, blocks: Sequence[Unit], leaves: Sequence[Unit], lane: str
-    ) -> None:
+    def __init__(self, name: str, plan: ComponentPlan, blocks: Sequence[Unit], leaves: Sequence[Unit]) -> None:
         self.name = name
         self.plan = plan
         self.blocks = tuple(blocks)
@@ -169,7 +167,7 @@ class Component:
         self.trace: dict[int, None] = {}
         self.staging_nbytes = 0
         self.watcher: Watcher | None = None
-        self.lane = lane
+        self.lane = plan.transfer
 
     @property
     def streamed_order(self) -> tuple[int, ...]:
@@ -209,7 +207,7 @@ class Component:
 
     def go_local(self) -> None:
         """From now on this rank copies its blocks whole."""
-        self.plan, self.lane = replace(self.plan, transfer="local"), "local"
+        self.plan, self.lane = replace(self.plan, transfer="local", transient=False), "local"
         for block in self.blocks:
             block.store.copy_whole(block.key)
 

@@ -304,6 +304,29 @@ def test_pinned_memory_comes_from_the_platform() -> None:
     assert sum(Counting.asked) == store.private_nbytes == plan.host_nbytes_per_rank
 
 
+def test_whole_extents_of_what_is_copied_in_shards() -> None:
+    model = MODELS["large"]()
+    plan = plan_of(model, "packed", 2)
+    stores = packed_stores(plan)
+    fill(stores, model)
+    before = [[(e.offset, e.source.data_ptr(), e.source.numel()) for e in store.extents(0)] for store in stores]
+    images = []
+    for store in stores:
+        whole = store.whole_extents(0)
+        assert [e.offset for e in whole[1:]] == [e.offset + e.source.numel() for e in whole[:-1]]
+        images.append(torch.cat([e.source for e in whole]))
+        assert images[-1].numel() == plan.blocks[0].padded_nbytes(1)
+    shards = torch.cat([store.extents(0)[0].source for store in stores])
+    assert torch.equal(*images) and torch.equal(images[0], shards[: images[0].numel()])
+    after = [[(e.offset, e.source.data_ptr(), e.source.numel()) for e in store.extents(0)] for store in stores]
+    assert before == after, "its own shard is copied as before, in one piece"
+    for store in stores:
+        store.close()
+    pinned = PinnedStore(plan_of(model, "pinned", 2), 0, Platform(CPU))
+    with pytest.raises(RuntimeError, match="is not whole on any one rank"):
+        pinned.whole_extents(0)
+
+
 # ---------------------------------------------------------------------------------------------- private images
 
 

@@ -41,6 +41,11 @@ class Platform:
         return True
 
     @property
+    def has_host_link(self) -> bool:
+        """Whether weights cross a link from the host's memory to the device's, so that how they do is worth timing."""
+        return False
+
+    @property
     def waits_on_host(self) -> bool:
         """Whether the host itself has to wait for a collective, there being no stream that would."""
         return True
@@ -154,6 +159,10 @@ class AcceleratorPlatform(Platform):
     @property
     def registers_host_memory(self) -> bool:
         return False
+
+    @property
+    def has_host_link(self) -> bool:
+        return True
 
     @property
     def waits_on_host(self) -> bool:

@@ -101,6 +101,14 @@ class PackedStore(HostStore):
     def extents(self, unit: int) -> list[Extent]:
         return self._memory_extents(unit)
 
+    def whole_extents(self, unit: int) -> list[Extent]:
+        copies_whole, self.copies_whole[unit] = self.copies_whole[unit], True
+        try:
+            self._registrations.add(extent.source for extent in self.extents(unit))
+            return self.extents(unit)
+        finally:
+            self.copies_whole[unit] = copies_whole
+
     def copy_whole(self, unit: int) -> None:
         super().copy_whole(unit)
         if self._pageable:

@@ -74,6 +74,17 @@ class HostStore(ABC):
         """From now on this rank copies the whole of a unit, which it can read (`is_whole`)."""
         self.copies_whole[unit] = True
 
+    def whole_extents(self, unit: int) -> list[Extent]:
+        """
+        As `extents`, of the whole of a unit, whatever this rank copies of it otherwise. Page-locks it.
+
+        Raises:
+            `RuntimeError`: the driver refused, or this rank has only a shard.
+        """
+        if not self.copies_whole[unit]:
+            raise RuntimeError(f"'{self.layouts[unit].name}' is not whole on any one rank")
+        return self.extents(unit)
+
     def prepare(self, unit: int) -> None:  # noqa: B027
         """
         Makes a leaf ready to be copied, which is called before each use of it: what only a first use needs is done

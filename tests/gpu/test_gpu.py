@@ -38,22 +38,29 @@ def check_all(rank: int, size: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.backends.cuda.matmul.allow_tf32 = False
     for name in ALL:
-        check_zoo(name, rank, device, torch.float32)
+        check_zoo(name, rank, device, torch.float32, transfer="all_gather")
         check_zoo(name, rank, device, torch.bfloat16, num_slots=3, host="pinned")
         check_zoo(name, rank, device, torch.bfloat16, transfer="local", host="packed")
-    check_wide(rank, device)
+    check_wide(rank, size, device)
     if size > 1:
         check_uneven(rank, size, device)
 
 
-def check_wide(rank: int, device: torch.device) -> None:
+def check_wide(rank: int, size: int, device: torch.device) -> None:
     """Blocks large enough for copies, gathers and computing to overlap, without any synchronisation between passes."""
-    for num_blocks, num_slots, options in ((5, 2, {}), (6, 3, {}), (5, 2, {"transfer": "local"})):
+    for num_blocks, num_slots, options in (
+        (5, 2, {"transfer": "all_gather"}),
+        (6, 3, {}),
+        (5, 2, {"transfer": "local"}),
+    ):
         torch.manual_seed(0)
         model = toys.Stack(num_blocks, dim=1024, widths=(8192, 2048, 4096)).eval()
         torch.manual_seed(0)
         reference = toys.Stack(num_blocks, dim=1024, widths=(8192, 2048, 4096)).eval().to(device)
         handle = apply_distributed_layerwise_offload(model, num_slots=num_slots, **options)
+        timing = handle.transfer_timing
+        assert (timing is not None) == (size > 1 and not options)
+        assert timing is None or (timing.faster == handle.report().transfer and timing.local_ms > 0)
         inputs = [torch.randn(64, 1024, device=device) for _ in range(20)]
         torch.cuda.synchronize()
         weights = torch.cuda.memory_allocated()
@@ -73,7 +80,7 @@ def check_uneven(rank: int, size: int, device: torch.device) -> None:
     model = toys.Stack(6, dim=1024, widths=(8192, 2048, 4096)).eval()
     torch.manual_seed(0)
     reference = toys.Stack(6, dim=1024, widths=(8192, 2048, 4096)).eval().to(device)
-    handle = apply_distributed_layerwise_offload(model)
+    handle = apply_distributed_layerwise_offload(model, transfer="all_gather")
     x = torch.randn(4096, 1024, device=device)
     orders = (range(6), (0, 5), (3, 1), (2, 4, 5))
     with torch.inference_mode():

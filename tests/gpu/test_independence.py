@@ -41,7 +41,7 @@ def _eight_against_four(rank: int, size: int, synchronizes: bool) -> tuple[int, 
     inputs = make_inputs(rank, 8 if rank == 0 else 4, device)
     with torch.inference_mode():
         expected = [reference(x) for x in inputs]
-        handle = apply_distributed_layerwise_offload(model)
+        handle = apply_distributed_layerwise_offload(model, transfer="all_gather")
         outputs = []
         for x in inputs:
             outputs.append(model(x))
@@ -78,7 +78,7 @@ def _interrupted(rank: int, size: int) -> None:
     """Exceptions and interrupts in a block on one rank; the others' outputs stand, and its own do after."""
     device = torch.device("cuda", torch.cuda.current_device())
     model, reference = wide(), wide().to(device)
-    handle = apply_distributed_layerwise_offload(model)
+    handle = apply_distributed_layerwise_offload(model, transfer="all_gather")
     inputs = make_inputs(rank, 6, device)
     with torch.inference_mode():
         for step, x in enumerate(inputs):
@@ -106,7 +106,7 @@ def _killed(rank: int, size: int, idle: bool) -> tuple[list[str], str, float]:
     logging.getLogger("diffusers_dlo.ranks").addFilter(lambda record: heard.append(record.getMessage()) or True)
     device = torch.device("cuda", torch.cuda.current_device())
     model, reference = wide(), wide().to(device)
-    handle = apply_distributed_layerwise_offload(model, host="packed", timeout=60.0, grace=0.2)
+    handle = apply_distributed_layerwise_offload(model, transfer="all_gather", host="packed", timeout=60.0, grace=0.2)
     inputs = make_inputs(rank, 12, device)
     with torch.inference_mode():
         expected = [reference(x).cpu() for x in inputs]

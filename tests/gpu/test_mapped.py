@@ -26,7 +26,7 @@ def check_zoo(rank: int, folder: str) -> None:
         for dtype, options in (
             (torch.float32, {}),
             (torch.bfloat16, {"transfer": "local"}),
-            (torch.bfloat16, {"cache_dir": f"{folder}/cache", "num_slots": 3}),
+            (torch.bfloat16, {"transfer": "all_gather", "cache_dir": f"{folder}/cache", "num_slots": 3}),
         ):
             reference = cls.from_pretrained(f"{folder}/{name}", dtype=dtype).to(device)
             with diffusers_dlo.mapped_loading():
