@@ -263,9 +263,11 @@ def _commit(
         plan, timing = choose_transfer(store.plan, components, engine, config)
         residents = ResidentMemory(engine, plan, config)
         with group.agreement("enable: residents"):
-            residents.attach(components)
+            undo.callback(residents.unwatch)
+            residents.attach(components, selection.placed.values())
         residents.fill()
         handle = OffloadHandle(config, plan, engine, parts, selection.placed, store, timing)
+        handle.on_removal(residents.unwatch)
         with group.agreement("enable: hooks"):
             for part in parts:
                 part.attach_to_module(handle, handle.remove)

@@ -6,11 +6,15 @@ Must not decide which blocks stay (`residency.py`), nor when (`resident_agreemen
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from diffusers.utils import logging
+from torch import nn
 
 from .arena import open_arena
 from .byte_size import format_bytes
@@ -24,6 +28,9 @@ from .units import Component
 
 
 logger = logging.get_logger(__name__)
+
+_RETURN_SECONDS = 60.0
+"""How long a rank that is out of memory waits for the others to agree that what stays is given back."""
 
 
 class ResidentMemory:
@@ -48,6 +55,7 @@ class ResidentMemory:
         self._components: list[Component] = []
         self._allocated: list[tuple[Component, Allocation]] = []
         self._agreement: ResidentAgreement | None = None
+        self._watched: list[tuple[nn.Module, str]] = []
         self._check_budget()
         if self._wants_pull(config.gather):
             self._open(is_demanded=config.gather == "pull")
@@ -57,10 +65,10 @@ class ResidentMemory:
         """Whether each rank pulls every block for itself, in no pass."""
         return bool(self._parts) and self._residents.count == len(self._plan.candidates)
 
-    def attach(self, components: Sequence[Component]) -> None:
+    def attach(self, components: Sequence[Component], placed: Iterable[nn.Module] = ()) -> None:
         """
-        Allocates what stays, of components that are attached to the engine, and follows their forwards. All ranks
-        together, while no pass can begin.
+        Allocates what stays, of components that are attached to the engine, and follows their forwards, and what the
+        `placed` models encode and decode. All ranks together, while no pass can begin.
         """
         names = {candidate.component for candidate in self._plan.candidates}
         self._components = [component for component in components if component.plan.name in names]
@@ -83,6 +91,40 @@ class ResidentMemory:
             lane.agree_on(self._components[0].name, self._agreement)
         for component in self._components:
             component.watcher = self
+        for module in placed:
+            self._watch(module)
+
+    def unwatch(self) -> None:
+        """Placed models are as they were. Idempotent."""
+        while self._watched:
+            module, name = self._watched.pop()
+            vars(module).pop(name, None)
+
+    def _watch(self, module: nn.Module) -> None:
+        for name in ("encode", "decode"):
+            method = getattr(module, name, None)
+            if not callable(method) or name in vars(module):
+                continue
+
+            @functools.wraps(method)
+            def retrying(*args: Any, method: Callable[..., Any] = method, **kwargs: Any) -> Any:
+                try:
+                    return method(*args, **kwargs)
+                except torch.OutOfMemoryError as error:
+                    if not self.give_back(error):
+                        raise
+                self._await_return()  # here the error is gone, and with it what it kept of the first attempt
+                return method(*args, **kwargs)
+
+            vars(module)[name] = retrying
+            self._watched.append((module, name))
+
+    def _await_return(self) -> None:
+        """Waits until what stayed has left: ranks that gather agree on that between their passes."""
+        deadline = time.monotonic() + _RETURN_SECONDS
+        assert self._agreement is not None
+        while self._agreement.step is not Step.OFF and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def fill(self) -> None:
         """Brings what no pass brings. All ranks together; nobody reads before all have."""

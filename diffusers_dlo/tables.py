@@ -58,10 +58,19 @@ def render_plan(plan: OffloadPlan) -> str:
         for transfer in ("all_gather", "local")
         if plan.slot_nbytes(transfer)
     )
+    resident = []
+    if plan.residents:
+        shards, whole = (sum(map(len, kept.values())) for kept in (plan.residents.shards, plan.residents.whole))
+        parts = [f"{shards} shards"] * (shards > 0) + [f"{whole} whole blocks"] * (whole > 0)
+        parts += ["staging"] * (plan.residents.staging_nbytes > 0)
+        resident = [f"        {format_bytes(plan.residents.nbytes)} for what stays of them: {', '.join(parts)}"]
+    elif plan.device_budget == "auto":
+        resident = ["        and what the first forward leaves free, for what stays of them"]
     return "\n".join(
         [
             render_table(f"Offload plan, {ranks} sharing weights", columns, rows),
-            f"device: {slots} in slots, {format_bytes(plan.device_placed_nbytes)} of weights that stay",
+            f"device: {slots} in slots, {format_bytes(plan.device_placed_nbytes)} of weights that never stream",
+            *resident,
             f"host:   {format_bytes(plan.host_nbytes_per_rank)} per rank ({plan.host}), "
             f"{format_bytes(plan.host_nbytes_per_rank * plan.group_size)} in all",
         ]

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from torch import nn
 
 from diffusers_dlo import api, apply_distributed_layerwise_offload, plan_distributed_layerwise_offload
@@ -201,6 +202,66 @@ def _out_of_memory_on_one_rank(rank: int, size: int, fraction: float, budget: st
 @pytest.mark.parametrize("fraction", (0.8, 1.0, 1.5, 9.0))
 def test_out_of_memory_on_one_rank_of_several(fraction: float, budget: str) -> None:
     run_ranks(2, _out_of_memory_on_one_rank, fraction, budget)
+
+
+class Decoder(nn.Module):
+    """A small model that is placed, and runs out of memory some times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.failures = 0
+        self.calls = 0
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.failures:
+            self.failures -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return x.sum() * self.weight
+
+
+class Pipeline(DiffusionPipeline):
+    """A transformer that streams, and a decoder that does not."""
+
+    def __init__(self, transformer: nn.Module, vae: nn.Module) -> None:
+        super().__init__()
+        self._components = {"transformer": transformer, "vae": vae}
+        self.transformer, self.vae = transformer, vae
+
+    @property
+    def components(self) -> dict[str, nn.Module]:
+        return self._components
+
+
+def _decoding(rank: int, size: int) -> None:
+    transformer, reference, vae = toy(toys.Stack, 6), toy(toys.Stack, 6), toy(Decoder)
+    pipe = Pipeline(transformer, vae)
+    ordinary = vae.decode
+    options = {"components": ["transformer"], "blocks": {"transformer": ["blocks"]}, "device_budget": "auto"}
+    with patch.object(api, "get_platform", lambda device: roomy(1 << 20)):
+        handle = pipe.enable_distributed_layerwise_offload(**options)
+    run(transformer, reference, range(4))
+    handle.join()
+    assert handle.report().resident_bytes > 0
+    if rank == 0:
+        vae.failures = 1
+        assert torch.equal(vae.decode(feed(0)), ordinary(feed(0))) and vae.calls == 3
+        assert handle.report().resident_bytes == 0
+        vae.failures = 2
+        with pytest.raises(torch.OutOfMemoryError):  # there is nothing left to give back
+            vae.decode(feed(0))
+        assert vae.calls == 4
+    run(transformer, reference, range(4, 6))
+    handle.join()
+    assert handle.report().resident_bytes == 0
+    pipe.disable_distributed_layerwise_offload()
+    assert "decode" not in vars(vae)
+
+
+def test_decoding_without_memory_is_tried_again_without_what_stays() -> None:
+    _decoding(0, 1)
+    run_ranks(2, _decoding)
 
 
 def test_a_budget_that_keeps_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
