@@ -7,6 +7,8 @@ and which forwards are open, by one thread at a time. Must not touch modules: ho
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +25,17 @@ from .host.store import tensor_view
 from .lane import Lane
 from .leaves import Leaves
 from .local_lane import LocalLane
+from .timing import Timing
 from .units import Component, Counters, Unit
 
 
 class Engine:
-    """Everything that streams in this process: a lane for each kind of transfer, and leaves on demand."""
+    """
+    Everything that streams in this process: a lane for each kind of transfer, and leaves on demand.
+
+    Attributes:
+        timing (`Timing`, *optional*): what is told when things begin and end, while somebody asks (`timed`).
+    """
 
     def __init__(self, platform: Platform, group: OffloadGroup) -> None:
         self.platform = platform
@@ -39,6 +47,8 @@ class Engine:
         self._open: list[tuple[Component, Caller | None]] = []
         self._thread: int | None = None
         self._discarded: list[Component] = []
+        self.timing: Timing | None = None
+        self._timers = 0
 
     # Membership
 
@@ -61,6 +71,7 @@ class Engine:
                 before_exit(self.leave_group)
             else:
                 lane = LocalLane(self.platform, self.counters)
+            lane.timing = self.timing
             self.lanes[transfer] = lane
         elif isinstance(lane, GatherLane):
             lane.reconfigure(config)
@@ -127,6 +138,29 @@ class Engine:
         """Device bytes of all slots that exist now."""
         return sum(lane.device_nbytes for lane in self.lanes.values())
 
+    @property
+    def resident_nbytes(self) -> int:
+        """Device bytes of all blocks and shards that stay there."""
+        return sum(lane.resident_nbytes for lane in self.lanes.values())
+
+    @contextmanager
+    def timed(self) -> Iterator[Timing]:
+        """Times all passes in it. Where it is entered twice at once, both get the same."""
+        timing = self.timing if self.timing is not None else Timing(self.platform)
+        self._timers += 1
+        self._set_timing(timing)
+        try:
+            yield timing
+        finally:
+            self._timers -= 1
+            if self._timers == 0:
+                self._set_timing(None)
+
+    def _set_timing(self, timing: Timing | None) -> None:
+        self.timing = timing
+        for lane in list(self.lanes.values()):
+            lane.timing = timing
+
     # What hooks call
 
     def enter(self, component: Component) -> None:
@@ -140,6 +174,8 @@ class Engine:
         try:
             lane = self._lane_of(component)
             with lane.driving():
+                if self.timing is not None:
+                    self.timing.enter(component)
                 lane.enter(component)
         except BaseException:
             self._close(component)
@@ -162,6 +198,8 @@ class Engine:
         try:
             lane = self._lane_of(component)
             with lane.driving():
+                if self.timing is not None:
+                    self.timing.leave(component, complete)
                 lane.leave(component, complete)
         finally:
             self._close(component)
@@ -176,6 +214,9 @@ class Engine:
             self._leaves.acquire(unit)
             return
         component = self._components[unit.component]
+        timing = None if unit.held else self.timing
+        if timing is not None:
+            timing.arrive(unit)
         try:
             lane = self._lane_of(component)
             with lane.driving():
@@ -183,6 +224,8 @@ class Engine:
         except GroupLost as lost:
             self._go_on_alone(lost)
             self._lane_of(component).acquire(unit)
+        if timing is not None:
+            timing.begin(unit)
 
     def own_output(self, unit: Unit, output: Any) -> Any:
         """
@@ -201,6 +244,8 @@ class Engine:
         if unit.layout.is_leaf:
             self._leaves.release(unit)
             return
+        if self.timing is not None and unit.holds == 1:
+            self.timing.end(unit)
         lane = self._lane_of(self._components[unit.component])
         with lane.driving():
             lane.release(unit)
@@ -296,6 +341,7 @@ class Engine:
             self._forget(component)
             self._close_store(component)
         local = self.lanes.setdefault("local", LocalLane(self.platform, self.counters))
+        local.timing = self.timing
         for component in components:
             component.go_local()
             local.admit(component, lane.num_slots)  # slots are made as they are needed, which may fail

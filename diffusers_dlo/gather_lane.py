@@ -22,6 +22,7 @@ from .distributed.group import OffloadGroup
 from .distributed.pass_service import PassService
 from .lane import Lane, copy_extents
 from .laps import Lap, LapPlan
+from .timeline import COPY, GATHER
 from .units import Component, Counters, Unit
 
 
@@ -184,7 +185,9 @@ class GatherLane(Lane):
             "refused": component.find_change(),
         }
         if self.service is not None:
-            self.service.turn.request(asked)
+            timing = self.timing
+            with timing.waiting_for_ranks(component) if timing is not None else nullcontext():
+                self.service.turn.request(asked)
         else:
             self.finish()
             if asked["refused"]:
@@ -225,7 +228,8 @@ class GatherLane(Lane):
         if gather is None:  # alone: what is copied is the block
             super()._transfer(slot, views, fence)
             return
-        self.platform.submit(self._copy, lambda: copy_extents(views), after=(fence,), record=slot.arrived)
+        unit = self._unit_in(slot)
+        self._submit(COPY, unit, self._copy, lambda: copy_extents(views), after=(fence,), record=slot.arrived)
 
         def work() -> None:
             if self.platform.waits_on_host:
@@ -234,7 +238,7 @@ class GatherLane(Lane):
                 gather(views.image, views.shard)
                 realign(views.realigned)
 
-        self.platform.submit(self._comm, work, after=(slot.arrived,), record=slot.ready)
+        self._submit(GATHER, unit, self._comm, work, after=(slot.arrived,), record=slot.ready)
         self.counters.gather_nbytes += views.image.numel() - views.shard.numel()
 
     def _settle(self, slot: Slot) -> None:
@@ -243,6 +247,8 @@ class GatherLane(Lane):
         work, views = slot.pending
         assert self.service is not None
         self.service.waits.wait_for(work, f"the gather of {slot.stamp}")
+        if (timing := self.timing) is not None and slot.stamp is not None:
+            timing.gathered(slot.stamp)
         realign(views.realigned)
         slot.pending = None
 
@@ -298,6 +304,7 @@ class GatherLane(Lane):
     def finish_lap(self, is_ghost: bool) -> None:
         assert self._lap is not None and self.ring is not None
         self._caller = None
+        self._for_others = is_ghost
         while not self._lap.done:
             block = self._lap.next_block
             try:  # not `check`: of a file that was only replaced, the rest comes as the other ranks expect it
@@ -308,7 +315,7 @@ class GatherLane(Lane):
         for slot in self.ring.slots:
             self._settle(slot)
         self._plan.close(self._lap, self.num_slots)
-        self._lap = None
+        self._lap, self._for_others = None, False
         self.counters.ghost_passes += is_ghost
 
     def all_joined(self, replies: list[dict[str, Any]]) -> tuple[bool, bool]:

@@ -18,14 +18,17 @@ computes, and fetching. Must not decide what is fetched next, nor touch modules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from .caller import Caller
-from .device.platform import Event, Platform
+from .device.platform import Event, Platform, Stream
 from .device.ring import BlockViews, Ring, Slot, realign
+from .labels import label
+from .timeline import COPY
+from .timing import Timing
 from .units import Component, Counters, Unit
 
 
@@ -38,6 +41,9 @@ class Lane:
         platform (`Platform`): streams and events of the onload device.
         counters (`Counters`): what is moved is added to it.
         rank (`int`), size (`int`): this rank's shard of each block, and of how many.
+
+    Attributes:
+        timing (`Timing`, *optional*): what is told when transfers and computing begin and end, while somebody asks.
     """
 
     transfer: str
@@ -50,6 +56,8 @@ class Lane:
         self.ring: Ring | None = None
         self.num_slots = 2
         self.components: dict[str, Component] = {}
+        self.timing: Timing | None = None
+        self._for_others = False
         self._copy = platform.new_stream()
         self._issuing = False
 
@@ -97,6 +105,11 @@ class Lane:
     def device_nbytes(self) -> int:
         """Device bytes of the slots that exist now."""
         return self.ring.nbytes if self.ring is not None else 0
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Device bytes of the blocks and shards that stay there."""
+        return 0
 
     def _fit_ring(self) -> None:
         blocks = [block for component in self.components.values() for block in component.blocks]
@@ -151,7 +164,7 @@ class Lane:
         try:
             self._settle(slot)
             self._fetch_ahead(component, block)
-            self.platform.compute_wait(slot.fence)
+            self._wait(block, slot.fence)
             slot.used = True
             self._confirm()
             block.point(block.views[slot.index].tensors)
@@ -238,7 +251,39 @@ class Lane:
             copy_extents(views)
             realign(views.realigned)
 
-        self.platform.submit(self._copy, work, after=(fence,), record=slot.ready)
+        self._submit(COPY, self._unit_in(slot), self._copy, work, after=(fence,), record=slot.ready)
+
+    def _submit(
+        self,
+        kind: str,
+        unit: Unit,
+        stream: Stream,
+        work: Callable[[], None],
+        after: Sequence[Event],
+        record: Event,
+    ) -> None:
+        """`Platform.submit` for one transfer of a block, timed and named where somebody wants that."""
+        timing = None if self._for_others else self.timing
+        span = timing.new_span() if timing is not None else None
+        with label(kind, unit):
+            self.platform.submit(stream, work, after=after, record=record, timed=span)
+        if timing is not None and span is not None:
+            timing.transferred(kind, unit, span)
+
+    def _wait(self, block: Unit, fence: Event) -> None:
+        """`Platform.compute_wait` for a block, timed and named where somebody wants that."""
+        timing = self.timing
+        if timing is not None:
+            timing.wait(block)
+        with label("wait for", block):
+            self.platform.compute_wait(fence)
+        if timing is not None:
+            timing.begin(block)
+
+    def _unit_in(self, slot: Slot) -> Unit:
+        """The block that a slot is stamped with."""
+        assert slot.stamp is not None
+        return self.components[slot.stamp.component].blocks[slot.stamp.block]
 
     def _recover(self, block: Unit) -> None:
         """A fetch was interrupted in the middle. Alone, forget what the slots hold and go on."""
