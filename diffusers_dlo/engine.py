@@ -7,42 +7,44 @@ and which forwards are open, by one thread at a time. Must not touch modules: ho
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .caller import Caller, find_caller
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform
-from .device.resident import Allocation
 from .distributed.control import GroupEnded, GroupLost, RankLost, logger
 from .distributed.group import OffloadGroup
-from .distributed.process_end import before_exit
 from .gather_lane import GatherLane
 from .host.store import tensor_view
-from .lane import Lane
+from .lane_set import LaneSet
 from .leaves import Leaves
-from .local_lane import LocalLane
-from .pull_lane import PullLane
-from .residency import ResidentPlan
+from .timing import Timing
 from .units import Component, Counters, Unit
 
 
 class Engine:
-    """Everything that streams in this process: a lane for each kind of transfer, and leaves on demand."""
+    """
+    Everything that streams in this process: a lane for each kind of transfer, and leaves on demand.
+
+    Attributes:
+        timing (`Timing`, *optional*): what is told when things begin and end, while somebody asks (`timed`).
+    """
 
     def __init__(self, platform: Platform, group: OffloadGroup) -> None:
         self.platform = platform
         self.group = group
         self.counters = Counters()
-        self.lanes: dict[str, Lane] = {}
+        self.lanes = LaneSet(platform, self.counters, group, self._forget, self._close_store, self.leave_group)
         self._leaves = Leaves(platform, self.counters)
         self._components: dict[str, Component] = {}
         self._open: list[tuple[Component, Caller | None]] = []
         self._thread: int | None = None
         self._discarded: list[Component] = []
+        self.timing: Timing | None = None
+        self._timers = 0
 
     # Membership
 
@@ -58,82 +60,14 @@ class Engine:
         """Takes a component in; allocates its slots."""
         self._bury()
         self._components[component.name] = component
-        self._join_lane(component, config)
-
-    def _join_lane(self, component: Component, config: DistributedLayerwiseOffloadConfig) -> None:
-        lane = self.lanes.get(component.lane)
-        if lane is None:
-            lane = self.lanes[component.lane] = self._new_lane(component.lane, config)
-        elif isinstance(lane, GatherLane):
-            lane.reconfigure(config)
-        lane.add(component, config.slots)
-
-    def _new_lane(self, kind: str, config: DistributedLayerwiseOffloadConfig) -> Lane:
-        if kind == "all_gather":
-            before_exit(self.leave_group)
-            return GatherLane(self.platform, self.counters, self.group, config, self._forget, self._close_store)
-        if kind == "pull":
-            assert self.group.gather is not None
-            return PullLane(self.platform, self.counters, self.group.gather)
-        return LocalLane(self.platform, self.counters)
-
-    def allocate(
-        self, component: Component, residents: ResidentPlan, peers: Mapping[int, Sequence[torch.Tensor]] | None = None
-    ) -> Allocation:
-        """
-        Memory for what `residents` says of a component. `peers` are the places of all ranks' shards, by block, where
-        each rank can read them.
-        """
-        name = component.plan.name
-        shards = {block: peers[block] if peers else () for block in residents.shards.get(name, ())}
-        whole = residents.whole.get(name, ())
-        return self._lane_of(component).allocate(component, whole, shards, residents.staging_nbytes)
-
-    def keep(self, component: Component, allocation: Allocation) -> None:
-        """Has it stay on the device, from its next fetch on."""
-        self._lane_of(component).keep(component, allocation)
-
-    def give_back(self, component: Component) -> None:
-        """Nothing of a component stays any more."""
-        self._lane_of(component).give_back(component)
-
-    def agreeing_lane(self, component: Component) -> GatherLane | None:
-        """The lane of a component if its laps, and so what stays of it, are agreed in rounds."""
-        lane = self._lane_of(component)
-        return lane if isinstance(lane, GatherLane) and lane.service is not None else None
-
-    def fill(self, component: Component) -> None:
-        """Brings what stays to the device now, where no pass does: all ranks together."""
-        lane = self._lane_of(component)
-        if isinstance(lane, PullLane):
-            lane.fill(component)
+        self.lanes.join(component, config)
 
     def detach(self, component: Component, shrink: bool = True) -> None:
         """Lets a component go, and its slots with the last one; see `Lane.remove`."""
-        self._leave_lane(component, shrink)
+        self.lanes.leave(component, shrink)
         self._leaves.let_go(component.leaves)
         if self._components.pop(component.name, None) is not None:
             self._close(component)
-
-    def go_local(self, components: Sequence[Component], config: DistributedLayerwiseOffloadConfig) -> None:
-        """Each rank copies these components for itself from now on. All ranks do this, while no pass can begin."""
-        for component in components:
-            self._leave_lane(component)
-            component.go_local()
-            self._join_lane(component, config)
-
-    def go_pull(self, component: Component, config: DistributedLayerwiseOffloadConfig) -> None:
-        """Each rank pulls a component for itself from now on. As `go_local`."""
-        self._leave_lane(component)
-        component.lane = "pull"
-        self._join_lane(component, config)
-
-    def _leave_lane(self, component: Component, shrink: bool = True) -> None:
-        lane = self.lanes.get(component.lane)
-        if lane is not None:
-            lane.remove(component, shrink)
-            if not lane.components:
-                self.lanes.pop(lane.kind, None)
 
     def discard(self, component: Component) -> None:
         """
@@ -149,7 +83,7 @@ class Engine:
         while self._discarded:
             component = self._discarded.pop()
             self._leaves.let_go(component.leaves)
-            lane = self.lanes.get(component.lane)
+            lane = self.lanes.find(component.lane)
             if isinstance(lane, GatherLane) and component.name in lane.components:
                 lane.abandon(component)  # ranks collect garbage at different times
             else:
@@ -159,9 +93,7 @@ class Engine:
     def _forget(self, component: Component) -> None:
         """No rank needs a component any more. Called by the service thread too: it must not wait, nor iterate."""
         self._components.pop(component.name, None)
-        lane = self.lanes.get(component.lane)
-        if lane is not None and not lane.components:
-            self.lanes.pop(lane.kind, None)
+        self.lanes.drop_empty(component.lane)
 
     def _close_store(self, component: Component) -> None:
         """Closes the store of a component, unless another one's weights are in it too."""
@@ -179,15 +111,19 @@ class Engine:
         """Whether nothing is attached."""
         return not self._components
 
-    @property
-    def resident_nbytes(self) -> int:
-        """Device bytes of what stays, staging included."""
-        return sum(lane.resident_nbytes for lane in self.lanes.values())
-
-    @property
-    def device_slot_nbytes(self) -> int:
-        """Device bytes of all slots that exist now."""
-        return sum(lane.device_nbytes for lane in self.lanes.values())
+    @contextmanager
+    def timed(self) -> Iterator[Timing]:
+        """Times all passes in it. Where it is entered twice at once, both get the same."""
+        timing = self.timing = self.timing if self.timing is not None else Timing(self.platform)
+        self._timers += 1
+        self.lanes.time(timing)
+        try:
+            yield timing
+        finally:
+            self._timers -= 1
+            if self._timers == 0:
+                self.timing = None
+                self.lanes.time(None)
 
     # What hooks call
 
@@ -202,8 +138,10 @@ class Engine:
         try:
             if component.watcher is not None:
                 component.watcher.begin()
-            lane = self._lane_of(component)
+            lane = self.lanes.of(component)
             with lane.driving():
+                if self.timing is not None:
+                    self.timing.enter(component)
                 lane.enter(component)
         except BaseException:
             self._close(component)
@@ -215,7 +153,7 @@ class Engine:
             self._open.pop()
         if not self._open:
             self._bury()
-            for lane in list(self.lanes.values()):
+            for lane in self.lanes.every:
                 with lane.driving():
                     lane.let_go_all()
             for other in list(self._components.values()):
@@ -224,8 +162,10 @@ class Engine:
     def leave(self, component: Component, complete: bool) -> None:
         """A forward of the component has ended; `complete` is False where it raised."""
         try:
-            lane = self._lane_of(component)
+            lane = self.lanes.of(component)
             with lane.driving():
+                if self.timing is not None:
+                    self.timing.leave(component, complete)
                 lane.leave(component, complete)
             if component.watcher is not None:
                 component.watcher.end(complete)
@@ -242,23 +182,18 @@ class Engine:
             self._leaves.acquire(unit)
             return
         component = self._components[unit.component]
+        timing = None if unit.held else self.timing
+        if timing is not None:
+            timing.arrive(unit)
         try:
-            lane = self._lane_of(component)
+            lane = self.lanes.of(component)
             with lane.driving():
                 lane.acquire(unit, self._open[0][1] if self._open else find_caller(is_root=False))
         except GroupLost as lost:
             self._go_on_alone(lost)
-            self._lane_of(component).acquire(unit)
-
-    def own_output(self, unit: Unit, output: Any) -> Any:
-        """
-        None if the output of a call has memory of its own; else the output with copies in place of what lies in a slot
-        (a block may return a weight, or a view of one).
-        """
-        memory = unit.memory
-        if memory is None or not any(_lies_in(leaf, memory) for leaf in tree_leaves(output)):
-            return None
-        return tree_map(lambda leaf: leaf.clone() if _lies_in(leaf, memory) else leaf, output)
+            self.lanes.of(component).acquire(unit)
+        if timing is not None:
+            timing.begin(unit)
 
     def release(self, unit: Unit) -> None:
         """Gives a unit's memory free again. A call that was refused for its thread releases nothing."""
@@ -267,7 +202,9 @@ class Engine:
         if unit.layout.is_leaf:
             self._leaves.release(unit)
             return
-        lane = self._lane_of(self._components[unit.component])
+        if self.timing is not None and unit.holds == 1:
+            self.timing.end(unit)
+        lane = self.lanes.of(self._components[unit.component])
         with lane.driving():
             lane.release(unit)
 
@@ -282,7 +219,7 @@ class Engine:
         unit.store.check_readable(unit.key)
         if unit.store.is_whole(unit.key):
             return [unit.store.private_view(unit.key, index) for index in range(len(unit.tensors))]  # type: ignore
-        lane = self._lane_of(self._components[unit.component])
+        lane = self.lanes.of(self._components[unit.component])
         with lane.driving():
             image = lane.read(unit)
         return [tensor_view(image, tensor) for tensor in unit.layout.tensors]
@@ -302,7 +239,7 @@ class Engine:
         if not self._open:
             self._thread = None
         self._bury()
-        lane = self.lanes.get("all_gather")
+        lane = self.lanes.find("all_gather")
         if isinstance(lane, GatherLane):
             try:
                 with lane.driving():
@@ -312,14 +249,14 @@ class Engine:
 
     def resume(self) -> None:
         """Ends the pause of a `join`."""
-        lane = self.lanes.get("all_gather")
+        lane = self.lanes.find("all_gather")
         if isinstance(lane, GatherLane) and lane.service is not None:
             lane.service.turn.resume()
 
     def leave_group(self) -> None:
         """This process is about to end, or its process groups are: serves the others until none needs it any more."""
         self._close_interrupted()
-        lane = self.lanes.get("all_gather")
+        lane = self.lanes.find("all_gather")
         if isinstance(lane, GatherLane) and lane.service is not None:
             try:
                 if not lane.service.turn.failed:  # which this rank has been told, or will be
@@ -341,7 +278,7 @@ class Engine:
         Raises:
             `RankLost`: this rank has only shards.
         """
-        lane = self.lanes["all_gather"]
+        lane = self.lanes.find("all_gather")
         assert isinstance(lane, GatherLane)
         components = [component for name, component in lane.components.items() if name not in lane.abandoned]
         dropped = [component for name, component in lane.components.items() if name in lane.abandoned]
@@ -356,18 +293,10 @@ class Engine:
             f"rank {self.group.rank} goes on by itself and copies whole blocks from now on, as with "
             f'transfer="local", because the group is broken: {lost}'
         )
-        del self.lanes["all_gather"]
-        lane.retire()
+        self.lanes.go_on_locally(lane, components)
         for component in dropped:
             self._forget(component)
             self._close_store(component)
-        local = self.lanes.setdefault("local", LocalLane(self.platform, self.counters))
-        for component in components:
-            component.go_local()
-            local.admit(component, lane.num_slots)  # slots are made as they are needed, which may fail
-
-    def _lane_of(self, component: Component) -> Lane:
-        return self.lanes[component.lane]
 
     def _close(self, component: Component) -> None:
         """Takes a forward off the open ones, with whatever was open inside it."""
@@ -387,10 +316,6 @@ class Engine:
                 "Only one forward may run at a time in a process: call it from one thread, or put a lock around it."
             )
         self._thread = here
-
-
-def _lies_in(value: object, memory: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory.untyped_storage()._cdata
 
 
 def _is_running(caller: Caller | None) -> bool:

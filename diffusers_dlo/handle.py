@@ -5,7 +5,8 @@ Owns what enabling returns: the plan, the report, joining, and disabling. Must n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -18,8 +19,9 @@ from .engine import Engine
 from .host.store import HostStore
 from .interrupts import interrupts
 from .offload_plan import OffloadPlan
-from .report import OffloadReport, make_report
+from .report import OffloadReport, ReportSources, make_report
 from .tensor_utils import move_tensors, owned_tensors
+from .timing import Timing
 from .transfer_choice import TransferTiming
 
 
@@ -54,6 +56,7 @@ class OffloadHandle:
         self._undo: list[Callable[[], None]] = []
         self._start = replace(engine.counters)
         self._last_report: OffloadReport | None = None
+        self._timing: Timing | None = None
 
     def __repr__(self) -> str:
         names = ", ".join(component.name for component in self.plan.components)
@@ -74,11 +77,39 @@ class OffloadHandle:
         return {part.component.plan.transfer for part in self._parts}
 
     def report(self) -> OffloadReport:
-        """What this process has moved so far, and the memory in use; after `remove`, as it was then."""
+        """
+        What this process has moved so far, the memory in use, and the times of the last `timing`, for which it waits
+        until the device is idle; after `remove`, as it was then.
+        """
         if self._store is not None:
-            return make_report(self._engine, self._start, self.plan, self._store, self._transfers)
+            return make_report(
+                ReportSources(
+                    engine=self._engine,
+                    start=self._start,
+                    plan=self.plan,
+                    config=self.config,
+                    store=self._store,
+                    transfers=self._transfers,
+                    timing=self._timing,
+                )
+            )
         assert self._last_report is not None
         return self._last_report
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """
+        The context in which passes are timed, for the report: how long each block is copied, gathered and computed,
+        and for how long computing waits for it. It begins anew each time, and may be entered on some ranks only. The
+        first forward of a component is slower than others: leave it out.
+
+        Raises:
+            `ValueError`: the offload has been disabled.
+        """
+        if not self.enabled:
+            raise ValueError("Nothing is timed, because this offload has been disabled. Enable it again first.")
+        with self._engine.timed() as self._timing:
+            yield
 
     def join(self) -> None:
         """

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .engine import Engine
 from .guards import PlaceholderGuard
+from .outputs import own_output
 from .tensor_utils import iter_tensors
 from .units import Component, Unit
 from .validation import refuse_foreign_hooks
@@ -113,25 +114,35 @@ class ComponentHooks:
         # Disabled *directly*, which is what lets torch.compile(fullgraph=True) step around them without a break.
         @torch.compiler.disable
         def pre(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            timing = engine.timing
+            if timing is not None:
+                timing.hook_begins()
             if torch.is_grad_enabled():
                 managed = (tensor.born for tensor in unit.tensors)
                 _refuse_grad(unit, any(t.requires_grad for t in (*managed, *iter_tensors((args, kwargs)))))
             engine.acquire(unit)
             if self._first is not None:
                 self._first.suspend(unit)
+            if timing is not None:
+                timing.hook_ends(unit)
 
         @torch.compiler.disable
         def post(module: nn.Module, args: tuple, output: Any) -> Any:
+            timing = engine.timing
+            if timing is not None:
+                timing.hook_begins()
             if torch.is_autocast_enabled(device_type):
                 torch.clear_autocast_cache()  # it holds a cast copy of every weight
             try:
-                replaced = engine.own_output(unit, output)
+                replaced = own_output(unit, output)
             finally:
                 engine.release(unit)
             if self._first is not None:
                 self._first.resume(unit)
             if torch.is_grad_enabled():  # an adapter in the block may train where its inputs need no gradient
                 _refuse_grad(unit, any(t.requires_grad for t in iter_tensors(output)))
+            if timing is not None:
+                timing.hook_ends(unit)
             return replaced
 
         self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))

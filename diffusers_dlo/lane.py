@@ -28,6 +28,8 @@ from .device.platform import Event, Platform
 from .device.resident import Allocation, Home, new_shard
 from .device.ring import Ring, Slot, Stamp, realign
 from .shard_transfer import copy
+from .timeline import COPY
+from .transfers import Transfers
 from .units import Component, Counters, Unit
 
 
@@ -40,6 +42,9 @@ class Lane:
         platform (`Platform`): streams and events of the onload device.
         counters (`Counters`): what is moved is added to it.
         rank (`int`), size (`int`): this rank's shard of each block, and of how many.
+
+    Attributes:
+        transfers (`Transfers`): what it queues.
     """
 
     kind: str
@@ -52,6 +57,7 @@ class Lane:
         self.ring: Ring | None = None
         self.num_slots = 2
         self.components: dict[str, Component] = {}
+        self.transfers = Transfers(platform)
         self._copy = platform.new_stream()
         self._issuing = False
         self._passed = -1
@@ -198,7 +204,7 @@ class Lane:
         try:
             self._settle(slot)
             self._fetch_ahead(component, block)
-            self.platform.compute_wait(slot.fence)
+            self.transfers.wait(block, slot.fence)
             slot.used = True
             self._confirm()
             block.point(block.views_in(slot).tensors)
@@ -295,7 +301,7 @@ class Lane:
             copy(views.copies)
             realign(views.realigned)
 
-        self.platform.submit(self._copy, work, after=(fence,), record=slot.ready)
+        self.transfers.submit(COPY, block, self._copy, work, after=(fence,), record=slot.ready)
         self.counters.count_h2d(views.copies)
 
     def _recover(self, block: Unit) -> None:

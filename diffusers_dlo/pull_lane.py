@@ -68,6 +68,5 @@ class PullLane(LocalLane):
 
     def _transfer(self, slot: Slot, block: Unit, fence: Event) -> None:
         assert block.shard is not None and block.shard.filled
-        views = block.views_in(slot)
-        pull(self.platform, self._pulls, slot, views, block.shard, self.rank, fence)
-        self.counters.count_gather(views)
+        pull(self.transfers, self._pulls, block, slot, block.shard, self.rank, fence)
+        self.counters.count_gather(block.views_in(slot))

@@ -1,26 +1,39 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns what an offload tells about itself afterwards. Must not measure or move anything: it reads counters.
+Owns what an offload tells about itself afterwards. Must not measure or move anything: it reads counters and figures.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
+from .advice import Setting, advise
 from .byte_size import format_bytes
+from .config import DistributedLayerwiseOffloadConfig
 from .engine import Engine
 from .host.store import HostStore
 from .offload_plan import OffloadPlan
 from .tables import render_table
+from .timeline import BlockTiming, PassMeans, PassTiming, Timeline, overlap_of
+from .timeline_plot import plot_timeline
+from .timing import Timing
 from .units import Counters
+
+
+_SLOWEST = 5
+"""So many blocks are shown: those that computing waited for longest, then those that compute longest."""
+_FIGURE = {"figure": True}
+"""Marks the fields that are not counters."""
 
 
 @dataclass(frozen=True)
 class OffloadReport:
     r"""
     Counters since enabling, of this rank; of all that streams in this process. Bytes are those that crossed a link,
-    padding included.
+    padding included. Times are means over the passes in the last `with handle.timing():`, in milliseconds; the fields
+    for them are empty where there was none. `print` it.
 
     Attributes:
         host_kind (`str`): where the bytes live: `"mapped"`, `"packed"`, `"mapped+packed"` or `"pinned"`.
@@ -37,6 +50,13 @@ class OffloadReport:
         host_shared_bytes (`int`): host memory that the ranks of the group share, counted once.
         host_files_bytes (`int`): those of them that are page cache of the checkpoint's own files.
         extents_per_block (`int`): how many copies this rank makes for a block, at most.
+        advice (`str`): what bounds the timed passes, and which setting would help.
+        blocks (`tuple[BlockTiming, ...]`): each block's copy, gather, computing and exposed wait, in streaming order.
+        timed_passes (`tuple[PassTiming, ...]`): what a pass of each component takes.
+        host_ms_per_hook (`float`, *optional*): the host's time in one hook before or after a block.
+        overlap (`float`, *optional*): the part of the transfers that hid behind computing, 0 to 1: 1 - exposed wait /
+            time in which there was a copy or a gather. None also where nothing was transferred.
+        timeline (`Timeline`, *optional*): the last complete pass, which `plot` draws.
     """
 
     host_kind: str
@@ -53,34 +73,106 @@ class OffloadReport:
     host_shared_bytes: int
     host_files_bytes: int
     extents_per_block: int
+    advice: str = field(metadata=_FIGURE)
+    blocks: tuple[BlockTiming, ...] = field(metadata=_FIGURE)
+    timed_passes: tuple[PassTiming, ...] = field(metadata=_FIGURE)
+    host_ms_per_hook: float | None = field(metadata=_FIGURE)
+    overlap: float | None = field(metadata=_FIGURE)
+    timeline: Timeline | None = field(metadata=_FIGURE, repr=False)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        r"""
+        Draws the last complete pass that was timed: copies, gathers and computing side by side, with the waits of
+        computing marked. Needs matplotlib: `pip install "diffusers-dlo[plot]"`.
+
+        Args:
+            path (`str` or `os.PathLike`): the file to write, `.png`, `.svg` or what else matplotlib knows.
+
+        Raises:
+            `ValueError`: nothing was timed, or the suffix or the directory of `path` will not do. `ImportError`:
+            matplotlib is not installed.
+        """
+        if self.timeline is None:
+            raise ValueError(
+                f"'{path}' is not drawn, because nothing was timed. Run a pass inside `with handle.timing():`."
+            )
+        plot_timeline(self.timeline, path)
 
     def __str__(self) -> str:
         rows = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            shown = format_bytes(value) if field.name.endswith("_bytes") else str(value)
-            rows.append([field.name.removesuffix("_bytes").replace("_", " "), shown])
-        return render_table("Offload report of this rank", ["what", "value"], rows)
+        for counter in fields(self):
+            if not counter.metadata.get("figure"):
+                value = getattr(self, counter.name)
+                shown = format_bytes(value) if counter.name.endswith("_bytes") else str(value)
+                rows.append([counter.name.removesuffix("_bytes").replace("_", " "), shown])
+        parts = [render_table("Offload report of this rank", ["what", "value"], rows)]
+        if self.timed_passes:
+            parts += [self._passes_table(), self._blocks_table()]
+        return "\n\n".join([*parts, self.advice])
+
+    def _passes_table(self) -> str:
+        columns = ["component", "passes", "pass", "copies", "gathers", "computing", "exposed wait", "overlap"]
+        rows = []
+        for timing in self.timed_passes:
+            times = (timing.pass_ms, timing.h2d_ms, timing.gather_ms, timing.compute_ms, timing.exposed_ms)
+            overlap = "-" if timing.overlap is None else f"{timing.overlap:.0%}"
+            rows.append([timing.component, str(timing.passes), *(f"{ms:,.2f}" for ms in times), overlap])
+        hooks = "" if self.host_ms_per_hook is None else f"; {self.host_ms_per_hook:.3f} on the host for each hook"
+        return render_table(f"A timed pass, mean in ms{hooks}", columns, rows)
+
+    def _blocks_table(self) -> str:
+        slowest = sorted(self.blocks, key=lambda block: (-block.exposed_ms, -block.compute_ms))[:_SLOWEST]
+        rows = []
+        for block in slowest:
+            times = (block.h2d_ms, block.gather_ms, block.compute_ms, block.exposed_ms)
+            rows.append([block.component, block.name, *(f"{ms:,.2f}" for ms in times)])
+        columns = ["component", "block", "copy", "gather", "computing", "exposed wait"]
+        return render_table(f"Slowest of {len(self.blocks)} blocks, mean in ms", columns, rows)
 
 
-def make_report(
-    engine: Engine, start: Counters, plan: OffloadPlan, store: HostStore, transfers: Iterable[str]
-) -> OffloadReport:
-    """The report of what the engine counted since `start`, with one handle's plan, store and kinds of transfer."""
-    counters = engine.counters.since(start)
+@dataclass(frozen=True)
+class ReportSources:
+    """What a report is made from: an engine that counted since `start`, and one handle's own things."""
+
+    engine: Engine
+    start: Counters
+    plan: OffloadPlan
+    config: DistributedLayerwiseOffloadConfig
+    store: HostStore
+    transfers: Iterable[str]
+    timing: Timing | None
+
+
+def make_report(sources: ReportSources) -> OffloadReport:
+    """The report; waits for the device where passes were timed."""
+    engine, store = sources.engine, sources.store
+    means, timeline = sources.timing.figures() if sources.timing is not None else (PassMeans(), None)
+    setting = Setting(
+        ranks=sources.plan.group_size,
+        num_slots=sources.plan.num_slots,
+        has_budget=bool(sources.config.device_budget),
+        has_streams=not engine.platform.waits_on_host,
+    )
+    counters = engine.counters.since(sources.start)
     return OffloadReport(
         host_kind=store.kind,
-        transfer="+".join(sorted(transfers)),
+        transfer="+".join(sorted(sources.transfers)),
         passes=counters.passes,
         ghost_passes=counters.ghost_passes,
         h2d_bytes=counters.h2d_nbytes,
         gather_bytes=counters.gather_nbytes,
         on_demand_bytes=counters.on_demand_nbytes,
-        device_slot_bytes=engine.device_slot_nbytes,
-        resident_bytes=engine.resident_nbytes,
-        device_placed_bytes=plan.device_placed_nbytes,
+        device_slot_bytes=engine.lanes.device_slot_nbytes,
+        resident_bytes=engine.lanes.resident_nbytes,
+        device_placed_bytes=sources.plan.device_placed_nbytes,
         host_private_bytes=store.private_nbytes,
         host_shared_bytes=store.shared_nbytes,
         host_files_bytes=store.files_nbytes,
         extents_per_block=max(len(store.extents(i)) for i, layout in enumerate(store.layouts) if not layout.is_leaf),
+        advice=advise(means.passes, setting),
+        blocks=means.blocks,
+        timed_passes=means.passes,
+        host_ms_per_hook=means.ms_per_hook,
+        overlap=overlap_of(means.passes),
+        timeline=timeline,
     )

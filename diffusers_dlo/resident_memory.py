@@ -77,7 +77,7 @@ class ResidentMemory:
             return
         if self.pulls_all:
             for component in self._components:
-                self._engine.go_pull(component, self._config)
+                self._engine.lanes.go_pull(component, self._config)
         if not automatic:
             self._allocate()
             self._keep()
@@ -86,7 +86,7 @@ class ResidentMemory:
         step = Step.MEASURING if automatic else Step.KEPT
         platform = self._engine.platform
         self._agreement = ResidentAgreement(platform, self._try_to_allocate, self._keep, self._drop, step)
-        lane = self._engine.agreeing_lane(self._components[0])
+        lane = self._engine.lanes.agreeing_lane(self._components[0])
         if lane is not None:
             lane.agree_on(self._components[0].name, self._agreement)
         for component in self._components:
@@ -132,13 +132,13 @@ class ResidentMemory:
             return
         with self._engine.group.agreement("enable: resident shards"):
             for component in self._components:
-                self._engine.fill(component)
+                self._engine.lanes.fill(component)
 
     # What the engine says of forwards (`Watcher`)
 
     def begin(self) -> None:
         assert self._agreement is not None
-        if self._engine.agreeing_lane(self._components[0]) is None:
+        if self._engine.lanes.agreeing_lane(self._components[0]) is None:
             self._agreement.settle()
         self._agreement.begin()
 
@@ -158,7 +158,7 @@ class ResidentMemory:
         nbytes = sum(component.resident_nbytes for component in self._components)
         if not self._agreement.give_back():
             return False
-        lane = self._engine.agreeing_lane(self._components[0])
+        lane = self._engine.lanes.agreeing_lane(self._components[0])
         if lane is None:
             self._agreement.settle()
         else:
@@ -186,13 +186,13 @@ class ResidentMemory:
     def _allocate(self) -> None:
         peers = self._peers()
         self._allocated = [
-            (component, self._engine.allocate(component, self._residents, peers.get(component.plan.name)))
+            (component, self._engine.lanes.allocate(component, self._residents, peers.get(component.plan.name)))
             for component in self._components
         ]
 
     def _keep(self) -> None:
         for component, allocation in self._allocated:
-            self._engine.keep(component, allocation)
+            self._engine.lanes.of(component).keep(component, allocation)
         self._allocated = []
         if self._engine.group.rank == 0:
             blocks = len(self._plan.candidates)
@@ -204,7 +204,7 @@ class ResidentMemory:
     def _drop(self) -> None:
         self._allocated = []
         for component in self._components:
-            self._engine.give_back(component)
+            self._engine.lanes.of(component).give_back(component)
 
     def _check_budget(self) -> None:
         budget, plan = self._plan.device_budget, self._plan

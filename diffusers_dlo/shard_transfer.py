@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from .device.platform import Event, Platform, Stream
+from .device.platform import Event, Stream
 from .device.resident import ShardBuffer, Staging, StagingBuffer
-from .device.ring import BlockViews, Copies, Slot, copy_pairs, realign
+from .device.ring import Copies, Slot, copy_pairs, realign
 from .distributed.gather import InPlaceGather
 from .residency import STAGING_BUFFERS
+from .timeline import COPY, GATHER
+from .transfers import Transfers
 from .units import Component, Counters, Unit
 
 
@@ -31,6 +33,7 @@ class ShardTransfer:
     Transfers of one lane.
 
     Args:
+        transfers (`Transfers`): of the lane.
         copy (`Stream`), comm (`Stream`): where copies from the host and gathers are queued.
         gather (`InPlaceGather`): of the ranks.
         settle (`Callable[[Slot], None]`): waits for what a slot is to hold, on devices without streams.
@@ -38,14 +41,15 @@ class ShardTransfer:
 
     def __init__(
         self,
-        platform: Platform,
+        transfers: Transfers,
         counters: Counters,
         copy: Stream,
         comm: Stream,
         gather: InPlaceGather,
         settle: Callable[[Slot], None],
     ) -> None:
-        self._platform = platform
+        self._transfers = transfers
+        self._platform = transfers.platform
         self._counters = counters
         self._copy = copy
         self._comm = comm
@@ -86,20 +90,20 @@ class ShardTransfer:
         views = block.views_in(slot)
         shard = block.shard
         if shard is not None and shard.is_pulled:
-            self._pull(slot, views, shard, fence)
+            pull(self._transfers, self._comm, block, slot, shard, self._gather.rank, fence)
+            self._counters.count_gather(views)
         elif shard is not None:
             if not shard.filled:
-                self._copy_into(shard, shard.copies)
+                self._copy_into(block, shard, shard.copies)
                 shard.filled = True
-            self._gather_from(slot, views, shard, fence)
+            self._gather_from(block, slot, shard, fence)
         elif self._staging is not None and block.home is None:
             buffer = self._staging.find(block.component, block.index) or self._stage(block)
             buffer.holds = None
-            self._gather_from(slot, views, buffer, fence)
+            self._gather_from(block, slot, buffer, fence)
         else:
-            self._counters.count_h2d(views.copies)
-            self._platform.submit(self._copy, lambda: copy(views.copies), after=(fence,), record=slot.arrived)
-            self._submit_gather(slot, views, views.shard, (slot.arrived,))
+            self._queue_copy(block, views.copies, fence, slot.arrived)
+            self._queue_gather(block, slot, views.shard, (slot.arrived,))
         self._stage_ahead(upcoming)
 
     # Where this rank's shard comes from
@@ -126,28 +130,31 @@ class ShardTransfer:
         key = (self._staging.buffers.index(buffer), block.component, block.index)
         if key not in self._staged_copies:
             self._staged_copies[key] = copy_pairs(buffer.memory, block.extents)
-        self._copy_into(buffer, self._staged_copies[key])
+        self._copy_into(block, buffer, self._staged_copies[key])
         return buffer
 
-    def _copy_into(self, buffer: ShardBuffer, copies: Copies) -> None:
+    def _copy_into(self, block: Unit, buffer: ShardBuffer, copies: Copies) -> None:
         """Queues the copy of a shard, behind the gather that read the buffer last."""
         reader = buffer.reader
         if reader is not None and reader.stamp is not None and reader.stamp.seq == buffer.reader_seq:
             self._settle(reader)
         # A slot that was fetched into again since: its later gather is behind the one that read this buffer.
         fence = buffer.arrived if reader is None else reader.ready
+        self._queue_copy(block, copies, fence, buffer.arrived)
+
+    def _queue_copy(self, block: Unit, copies: Copies, fence: Event, arrived: Event) -> None:
         self._counters.count_h2d(copies)
-        self._platform.submit(self._copy, lambda: copy(copies), after=(fence,), record=buffer.arrived)
+        self._transfers.submit(COPY, block, self._copy, lambda: copy(copies), after=(fence,), record=arrived)
 
-    def _gather_from(self, slot: Slot, views: BlockViews, buffer: ShardBuffer, fence: Event) -> None:
+    def _gather_from(self, block: Unit, slot: Slot, buffer: ShardBuffer, fence: Event) -> None:
         assert slot.stamp is not None
-        shard = buffer.memory[: views.shard.numel()]
+        shard = buffer.memory[: block.views_in(slot).shard.numel()]
         buffer.reader, buffer.reader_seq = slot, slot.stamp.seq
-        self._submit_gather(slot, views, shard, (buffer.arrived, fence))
+        self._queue_gather(block, slot, shard, (buffer.arrived, fence))
 
-    # Where the others' come from
+    def _queue_gather(self, block: Unit, slot: Slot, shard: torch.Tensor, after: tuple[Event, ...]) -> None:
+        views = block.views_in(slot)
 
-    def _submit_gather(self, slot: Slot, views: BlockViews, shard: torch.Tensor, after: tuple[Event, ...]) -> None:
         def work() -> None:
             if self._platform.waits_on_host:
                 slot.pending = self._gather.start(views.image, shard), views
@@ -155,19 +162,15 @@ class ShardTransfer:
                 self._gather(views.image, shard)
                 realign(views.realigned)
 
-        self._platform.submit(self._comm, work, after=after, record=slot.ready)
-        self._counters.count_gather(views)
-
-    def _pull(self, slot: Slot, views: BlockViews, shard: ShardBuffer, fence: Event) -> None:
-        pull(self._platform, self._comm, slot, views, shard, self._gather.rank, fence)
+        self._transfers.submit(GATHER, block, self._comm, work, after=after, record=slot.ready)
         self._counters.count_gather(views)
 
 
 def pull(
-    platform: Platform, stream: Stream, slot: Slot, views: BlockViews, shard: ShardBuffer, rank: int, fence: Event
+    transfers: Transfers, stream: Stream, block: Unit, slot: Slot, shard: ShardBuffer, rank: int, fence: Event
 ) -> None:
-    """Queues `rank`'s copies of all ranks' shards into its slot ([Note: Pull])."""
-    size = len(shard.peers)
+    """Queues `rank`'s copies of all ranks' shards of a block into its slot ([Note: Pull])."""
+    views, size = block.views_in(slot), len(shard.peers)
     parts = views.image.chunk(size)
 
     def work() -> None:
@@ -176,7 +179,7 @@ def pull(
             parts[peer].copy_(shard.peers[peer], non_blocking=True)
         realign(views.realigned)
 
-    platform.submit(stream, work, after=(shard.arrived, fence), record=slot.ready)
+    transfers.submit(GATHER, block, stream, work, after=(shard.arrived, fence), record=slot.ready)
 
 
 def copy(copies: Copies) -> None:

@@ -3,7 +3,7 @@
 Owns which transfer an enabling with `transfer="auto"` takes: one real block is timed both ways, and all ranks take
 what is faster. Must not time anything once hooks are on, nor leave a trace in the slots it borrows.
 
-[Note: Timing]
+[Note: Transfer choice]
     The largest block that would be gathered is brought into a slot both ways: in shards with a gather, and whole over
     each rank's own link, all ranks at the same time. Before each repetition the ranks agree, so they start together,
     and hear of one that failed. The figure of each rank is its best of three after a warm-up; that of the group is
@@ -48,7 +48,7 @@ _POLL_SECONDS = 5e-5
 @dataclass(frozen=True)
 class TransferTiming:
     r"""
-    How long the largest block took to reach the device ([Note: Timing]).
+    How long the largest block took to reach the device ([Note: Transfer choice]).
 
     Attributes:
         all_gather_ms (`float`): milliseconds in shards, with the gather.
@@ -113,7 +113,7 @@ def choose_transfer(
     if chosen == "all_gather":
         return plan, timing
     with engine.group.agreement("enable: local transfer"):
-        engine.go_local(components, config)
+        engine.lanes.go_local(components, config)
     return plan.as_local(), timing
 
 
@@ -144,7 +144,7 @@ def _time_both(block: Unit, engine: Engine, timeout: float) -> TransferTiming:
 def _best_ms(transfer: Callable[[], None], group: OffloadGroup) -> float:
     """
     The shortest of several repetitions on this rank, in milliseconds; the first, which warms up, does not count.
-    Interrupts come in the agreements only ([Note: Timing]), since enabling defers them.
+    Interrupts come in the agreements only ([Note: Transfer choice]), since enabling defers them.
     """
     best = float("inf")
     for repetition in range(1 + _REPETITIONS):
@@ -167,7 +167,7 @@ class _Trial:
     """One block and a slot, and the two ways from the one to the other. Each returns when the block has arrived."""
 
     def __init__(self, block: Unit, engine: Engine, timeout: float) -> None:
-        lane = engine.lanes["all_gather"]
+        lane = engine.lanes.find("all_gather")
         assert isinstance(lane, GatherLane)
         self._block, self._lane, self._timeout = block, lane, timeout
         self._platform, self._group = engine.platform, engine.group

@@ -21,6 +21,23 @@ class Mark:
         self.recorded: threading.Event | None = None
 
 
+class TimingMark(Mark):
+    """A timing event."""
+
+    seconds = 0.0
+
+    def moment(self) -> Callable[[], None]:
+        """Records it: what is returned is to be called when a stream is there."""
+        done = self.recorded = threading.Event()
+
+        def reach() -> None:
+            if self.recorded is done:  # not recorded again meanwhile
+                self.seconds = time.perf_counter()
+            done.set()
+
+        return reach
+
+
 class Worker:
     """A stream: what is submitted runs in order, later, in a thread of its own."""
 
@@ -38,17 +55,23 @@ class Worker:
                 self.errors.append(error)
 
 
+def _nothing() -> None:
+    """What is called where nothing is timed."""
+
+
 class DelayedPlatform(Platform):
     """
     The CPU with streams that lag behind, and computing that does too: what is put on `compute` runs later, as kernels
     do, with the addresses it had when it was put there. `drops` leaves out one kind of waiting, to show that a test
     would notice: `"free"` (a fetch does not wait for the block that last used its slot; a copy to staging not for the
     gather that read there), `"arrived"` (a gather does not wait for its copy, nor for its slot) or `"ready"`
-    (computing does not wait for the fetch).
+    (computing does not wait for the fetch). Each copy takes `copy_seconds` longer.
     """
 
-    def __init__(self, device: torch.device, seed: int = 0, drops: str = "") -> None:
+    def __init__(self, device: torch.device, seed: int = 0, drops: str = "", copy_seconds: float = 0.0) -> None:
         super().__init__(device)
+        self.copy_seconds = copy_seconds
+        self.timing_events = 0
         self.random = random.Random(seed)
         self.drops = drops
         self.workers: list[Worker] = []
@@ -68,21 +91,38 @@ class DelayedPlatform(Platform):
     def new_event(self) -> Mark:
         return Mark()
 
+    def new_timing_event(self) -> TimingMark:
+        self.timing_events += 1
+        return TimingMark()
+
+    def elapsed(self, start: TimingMark, end: TimingMark) -> float:
+        assert all(mark.recorded is not None and mark.recorded.is_set() for mark in (start, end)), "not there yet"
+        return (end.seconds - start.seconds) * 1e3
+
     def submit(
-        self, stream: Worker, work: Callable[[], None], after: Sequence[Mark] = (), record: Mark | None = None
+        self,
+        stream: Worker,
+        work: Callable[[], None],
+        after: Sequence[Mark] = (),
+        record: Mark | None = None,
+        timed: tuple[TimingMark, TimingMark] | None = None,
     ) -> None:
         is_copy = stream is self.workers[0]
         dropped = self.drops == ("free" if is_copy else "arrived")
         waits = [] if dropped else [mark.recorded for mark in after if mark.recorded is not None]
         before, between = self.random.random() * 0.003, self.random.random() * 0.002
+        before += self.copy_seconds if is_copy else 0
         done = threading.Event()
+        begin, end = (mark.moment() for mark in timed) if timed is not None else (_nothing, _nothing)
 
         def run() -> None:
             for wait in waits:
                 wait.wait()
+            begin()
             time.sleep(before)
             work()
             time.sleep(between)
+            end()
             done.set()
 
         if record is not None:
@@ -94,6 +134,9 @@ class DelayedPlatform(Platform):
             self.compute.todo.put(event.recorded.wait)
 
     def compute_record(self, event: Mark) -> None:
+        if isinstance(event, TimingMark):
+            self.compute.todo.put(event.moment())
+            return
         event.recorded = threading.Event()
         self.compute.todo.put(event.recorded.set)
 

@@ -6,6 +6,7 @@ interface that the rest of the package uses for accelerators and the CPU alike. 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,15 @@ Stream = Any
 _REGISTER_READ_ONLY = 0x08
 """`cudaHostRegisterReadOnly`."""
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl", "cpu": "gloo"}
+
+
+class _HostMoment:
+    """A timing event where there is no device: when the host was there."""
+
+    seconds = 0.0
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
 
 
 class Platform:
@@ -77,11 +87,34 @@ class Platform:
         """An event that nothing has recorded: waiting for it returns at once."""
         return None
 
+    def new_timing_event(self) -> Event:
+        """An event that also keeps when it was reached: for the `timed` of `submit`, `compute_record`, `elapsed`."""
+        return _HostMoment()
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        """
+        Milliseconds from one timing event to another, on the device's clock; negative where `end` was reached first.
+        Both have been recorded and are done (`is_done`).
+        """
+        return (end.seconds - start.seconds) * 1e3
+
     def submit(
-        self, stream: Stream, work: Callable[[], None], after: Sequence[Event] = (), record: Event = None
+        self,
+        stream: Stream,
+        work: Callable[[], None],
+        after: Sequence[Event] = (),
+        record: Event = None,
+        timed: tuple[Event, Event] | None = None,
     ) -> None:
-        """Queues `work` on `stream` behind the events `after`, and then `record`."""
+        """
+        Queues `work` on `stream` behind the events `after`, and then `record`. The timing events `timed` are recorded
+        where the stream begins with `work`, and where it ends.
+        """
+        if timed is not None:
+            timed[0].record()
         work()
+        if timed is not None:
+            timed[1].record()
 
     def is_done(self, event: Event) -> bool:
         """Whether all that was queued before `event` was last recorded has been done."""
@@ -95,6 +128,8 @@ class Platform:
 
     def compute_record(self, event: Event) -> None:
         """Records `event` behind what is queued on the current stream."""
+        if event is not None:
+            event.record()
 
     def synchronize(self) -> None:
         """Waits on the host until the device is idle."""
@@ -180,13 +215,28 @@ class AcceleratorPlatform(Platform):
     def new_event(self) -> Event:
         return self._module.Event()
 
+    def new_timing_event(self) -> Event:
+        return self._module.Event(enable_timing=True)
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        return start.elapsed_time(end)
+
     def submit(
-        self, stream: Stream, work: Callable[[], None], after: Sequence[Event] = (), record: Event = None
+        self,
+        stream: Stream,
+        work: Callable[[], None],
+        after: Sequence[Event] = (),
+        record: Event = None,
+        timed: tuple[Event, Event] | None = None,
     ) -> None:
         for event in after:
             stream.wait_event(event)
+        if timed is not None:
+            timed[0].record(stream)
         with self._module.stream(stream):
             work()
+        if timed is not None:
+            timed[1].record(stream)
         if record is not None:
             record.record(stream)
 

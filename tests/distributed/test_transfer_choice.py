@@ -85,7 +85,14 @@ class Link(Platform):
     def new_stream(self, high_priority: bool = False) -> str:
         return "gathers" if high_priority else "copies"
 
-    def submit(self, stream: str, work: Callable[[], None], after: Sequence = (), record: object = None) -> None:
+    def submit(
+        self,
+        stream: str,
+        work: Callable[[], None],
+        after: Sequence = (),
+        record: object = None,
+        timed: object = None,
+    ) -> None:
         if stream == "gathers":
             self.gathers += 1
             sleep(self.gather_seconds)
@@ -134,7 +141,7 @@ def is_taken(handle: OffloadHandle, transfer: str, size: int, **options: Any) ->
     assert {component.transfer for component in handle.plan.components} == {transfer}
     assert handle.report().transfer == transfer
     engine = process_engine._engine
-    assert set(engine.lanes) == {transfer}
+    assert {lane.kind for lane in engine.lanes.every} == {transfer}
     assert len(left_behind()) == (transfer == "all_gather"), "its service runs where there are passes, and only there"
     if handle.plan.host != "mapped":  # whose layouts follow the file
         options = handle.config.resolve(handle.config, {"transfer": transfer})
@@ -263,7 +270,7 @@ def _beside_another(rank: int, size: int) -> None:
         platform.gather_seconds = platform.seconds = 0.0
         assert second_handle.plan.components[0].transfer == transfer == second_handle.transfer_timing.faster
         assert first_handle.report().transfer == "all_gather" and len(left_behind()) == 1
-        assert set(process_engine._engine.lanes) == {"all_gather", transfer}
+        assert {lane.kind for lane in process_engine._engine.lanes.every} == {"all_gather", transfer}
         first.order = first_reference.order = order
         before = first_handle.report().passes
         run(first, first_reference, 0)
@@ -298,7 +305,7 @@ def _with_an_encoder(rank: int, size: int) -> None:
         models = {"transformer": toy(toys.Stack, 5), "text_encoder": toy(toys.Stack, 3)}
         selection = Selection(models, frozenset({"text_encoder"}), {})
         handle = api.enable(lambda _, chosen=selection: chosen, None, {"transfer": transfer})
-        encoder = process_engine._engine.lanes["local"].components["text_encoder"]
+        encoder = process_engine._engine.lanes.find("local").components["text_encoder"]
         shown[transfer] = (str(handle.plan), handle.plan.summary_lines(), encoder.plan.transient)
         shown[transfer] += (handle.report().device_slot_bytes,)
         assert not left_behind()
@@ -424,7 +431,7 @@ def _fails_in_the_middle(rank: int, size: int, spoil: Callable, kinds: tuple, te
     first, first_reference, first_handle = enabled(4, transfer="all_gather")
     run(first, first_reference, 0)
     platform = use(Link())
-    process_engine._engine.platform = platform
+    process_engine._engine.platform = process_engine._engine.lanes._platform = platform
     model = toy(toys.Stack, 5)
     before = state(model)
     if rank == 1:

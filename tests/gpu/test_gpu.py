@@ -42,6 +42,7 @@ def check_all(rank: int, size: int) -> None:
         check_zoo(name, rank, device, torch.bfloat16, num_slots=3, host="pinned")
         check_zoo(name, rank, device, torch.bfloat16, transfer="local", host="packed")
     check_wide(rank, size, device)
+    check_times(size, device)
     if size > 1:
         check_uneven(rank, size, device)
 
@@ -70,6 +71,32 @@ def check_wide(rank: int, size: int, device: torch.device) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, expected)), (num_blocks, num_slots, options)
         assert torch.cuda.memory_allocated() - weights < 20 * 2 * 64 * 1024 * 4 + (1 << 20), "a pass keeps memory"
         handle.remove()
+
+
+def check_times(size: int, device: torch.device) -> None:
+    """Timing changes no bit, and its figures agree with each other."""
+    torch.manual_seed(0)
+    model = toys.Stack(6, dim=1024, widths=(8192, 2048, 4096)).eval()
+    torch.manual_seed(0)
+    reference = toys.Stack(6, dim=1024, widths=(8192, 2048, 4096)).eval().to(device)
+    handle = apply_distributed_layerwise_offload(model, transfer="all_gather")
+    x = torch.randn(4096, 1024, device=device)
+    with torch.inference_mode():
+        model(x)
+        with handle.timing():
+            got = [model(x) for _ in range(12)]
+        assert all(torch.equal(g, reference(x)) for g in got)
+    report = handle.report()
+    (timing,) = report.timed_passes
+    assert timing.passes == 12 and timing.h2d_ms > 0 and (timing.gather_ms > 0) == (size > 1)
+    assert 0 < timing.compute_ms + timing.exposed_ms <= timing.pass_ms * 1.001
+    assert max(timing.h2d_ms, timing.gather_ms) <= timing.transfer_ms * 1.001
+    assert 0 <= report.overlap <= 1
+    assert all(block.h2d_ms > 0 and block.compute_ms > 0 for block in report.blocks) and len(report.blocks) == 6
+    copies = [span for span in report.timeline.spans if span.kind == "copy"]
+    assert all(a.end_ms <= b.begin_ms + 0.01 for a, b in zip(copies, copies[1:])), "one after the other, on one stream"
+    handle.join()
+    handle.remove()
 
 
 def check_uneven(rank: int, size: int, device: torch.device) -> None:
