@@ -138,29 +138,39 @@ def is_in_memory(folder: Path) -> bool:
     return kind in ("tmpfs", "ramfs")
 
 
-def evict(folder: Path) -> float:
-    """Has the page cache let go of a checkpoint; the part of it, 0 to 1, that stayed."""
+def cached_part(folder: Path) -> float:
+    """The part of a checkpoint, 0 to 1, that the page cache holds."""
+    if is_in_memory(folder):
+        return 1.0
+    cached = total = 0
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb", buffering=0) as file:
+            size = path.stat().st_size
+            for offset in range(0, size, PIECE_NBYTES):
+                total += 1
+                # In the middle, since headers have been read.
+                middle = offset + min(PIECE_NBYTES, size - offset) // 2
+                try:
+                    os.preadv(file.fileno(), [bytearray(1)], middle, os.RWF_NOWAIT)
+                    cached += 1
+                except OSError:
+                    pass
+    return cached / max(total, 1)
+
+
+def evict(folder: Path) -> None:
+    """Has the page cache let go of a checkpoint."""
     os.sync()
-    stayed = total = 0
     for path in folder.glob("*.safetensors"):
         with open(path, "rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            for offset in range(0, path.stat().st_size, PIECE_NBYTES):
-                total += 1
-                try:
-                    os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
-                    stayed += 1
-                except OSError:
-                    pass
-    return stayed / max(total, 1)
 
 
-def read_rate(folder: Path, most: int = 8 << 30) -> float:
-    """Bytes per second at which one thread reads a cold checkpoint in order, or the first 8 GiB of it."""
-    evict(folder)
+def read(folder: Path, most: int | None = None) -> float:
+    """Reads a checkpoint, or its first bytes, in order by one thread; bytes per second."""
     buffer, nbytes, start = bytearray(16 << 20), 0, time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
         with open(path, "rb", buffering=0) as file:
-            while nbytes < most and (count := file.readinto(buffer)):
+            while (most is None or nbytes < most) and (count := file.readinto(buffer)):
                 nbytes += count
     return nbytes / (time.perf_counter() - start)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -74,7 +75,7 @@ class Crew:
                     kind, value = connection.recv()
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(5)
-                    kind, value = "failed", f"ended with code {self._processes[rank].exitcode}{self._last_line(rank)}"
+                    kind, value = "failed", self._ending(rank)
                 if kind == "tell":
                     if rank == 0:
                         tell(value)
@@ -89,6 +90,12 @@ class Crew:
             raise JobFailed(reason)
         return [found[rank] for rank in range(len(self._processes))]
 
+    def _ending(self, rank: int) -> str:
+        code = self._processes[rank].exitcode
+        if code == -signal.SIGKILL:
+            return "killed, as happens where host memory runs out"
+        return f"ended with code {code}{self._last_line(rank)}"
+
     def _last_line(self, rank: int) -> str:
         try:
             lines = self._logs[rank].read_text(errors="replace").strip().splitlines()
@@ -100,8 +107,9 @@ class Crew:
         """Ends what is left of the ranks."""
         for connection in self._connections:
             connection.close()
+        deadline = time.monotonic() + 2.0
         for process in self._processes:
-            process.join(2.0)
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
                 process.kill()
                 process.join()

@@ -36,6 +36,8 @@ def measure_links(device: torch.device, rank: int, size: int, block_nbytes: int,
     found["h2d_together"] = nbytes / _median_seconds(copy, device, 20)
     _barrier(size)
     if size > 1:
+        if not on_device:
+            block_nbytes = min(block_nbytes, nbytes)
         image = torch.empty(block_nbytes // (256 * size) * 256 * size, dtype=torch.uint8, device=device)
         shard = image.numel() // size
         mine = image[rank * shard : (rank + 1) * shard]

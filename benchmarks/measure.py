@@ -116,21 +116,37 @@ def device_memory(device: torch.device) -> dict[str, int | None]:
 
 def host_memory() -> dict[str, int]:
     """
-    Bytes of host memory of this process, from the kernel: `pss` (what it shares counted by the part), in which `file`
-    (page cache), `shared_memory` and `anonymous`, and `private` (mapped by no other process, also called USS).
+    Bytes of host memory of this process, from the kernel. `pss`: what it shares with others counted by the part; in it
+    `file` (page cache) and `shared_memory`. `uss`: mapped by no other process, page cache too, if only this one maps
+    that part of a file. `private`: this process's own, so neither files nor shared memory, whoever maps them.
     """
-    fields: dict[str, int] = {}
+    total = dict.fromkeys(("Pss", "Pss_File", "Pss_Shmem", "Private_Clean", "Private_Dirty"), 0)
     with open("/proc/self/smaps_rollup") as lines:
         for line in lines:
             name, _, rest = line.partition(":")
-            if rest.strip().endswith("kB"):
-                fields[name] = int(rest.split()[0]) * 1024
+            if name in total:
+                total[name] = int(rest.split()[0]) * 1024
+    private, mapping, is_file = 0, {}, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            name, _, rest = line.partition(":")
+            if " " in name:  # the first line of a mapping: its addresses and what it maps
+                path = line.split(maxsplit=5)[5:]
+                # Page-locked memory and the like are mappings of devices.
+                is_file = bool(path) and path[0].startswith("/") and not path[0].startswith("/dev/")
+                is_file = is_file or bool(path) and path[0].startswith("/dev/shm/")
+                mapping = {}
+            elif rest.endswith("kB\n"):
+                mapping[name] = int(rest.split()[0]) * 1024
+                if name == "Anonymous":  # comes after the others
+                    alone = mapping["Private_Clean"] + mapping["Private_Dirty"]
+                    private += min(alone, mapping["Anonymous"]) if is_file else alone
     return {
-        "pss": fields.get("Pss", 0),
-        "file": fields.get("Pss_File", 0),
-        "shared_memory": fields.get("Pss_Shmem", 0),
-        "anonymous": fields.get("Pss_Anon", 0),
-        "private": fields.get("Private_Clean", 0) + fields.get("Private_Dirty", 0),
+        "pss": total["Pss"],
+        "file": total["Pss_File"],
+        "shared_memory": total["Pss_Shmem"],
+        "uss": total["Private_Clean"] + total["Private_Dirty"],
+        "private": private,
     }
 
 

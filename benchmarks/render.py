@@ -55,8 +55,8 @@ LEGEND = (
     "the computing alone and of what the link needs: the bytes that cross each rank's link, divided by the H2D rate; "
     "*to limit* and *to compute* are the median divided by it and by computing alone. *Bits* compares the outputs of "
     "all repetitions and ranks with the model without offload. *PSS* is the host memory of all ranks, what they share "
-    "counted once, page cache of mapped files included; *private* is what each has for itself. *Enable* is the "
-    "enabling call alone, with the files in memory unless the name says cold."
+    "counted once, page cache of mapped files included; *private* is what each has for itself: not files, not shared "
+    "memory. *Enable* is the enabling call alone, with the files in memory unless the name says cold."
 )
 
 
@@ -114,9 +114,13 @@ def describe_links(comparison: Comparison) -> str:
         "h2d_together_bytes_per_s": "H2D with all ranks copying",
         "h2d_alone_bytes_per_s": "with one at a time",
         "gather_bytes_per_s": "a block gathered in place",
-        "disk_bytes_per_s": "one thread reading from disk",
     }
     said = [f"{text} {links[key] / 1e9:.1f} GB/s" for key, text in words.items() if key in links]
+    for row in comparison.rows:
+        if row["disk_bytes_per_s"]:
+            disk, enabling = row["disk_bytes_per_s"] / 1e9, row["enable_bytes_per_s"] / 1e9
+            said.append(f"the cold disk {disk:.2f} GB/s for one thread, and enabling from it {enabling:.2f} GB/s")
+            break
     words = {"gemm_beside_h2d": "copy", "gemm_beside_gather": "gather"}
     said += [f"products of matrices beside a {text} x {links[key]:.3f}" for key, text in words.items() if key in links]
     return f"Links: {', '.join(said)}"

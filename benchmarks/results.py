@@ -57,8 +57,6 @@ def merge_links(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for key in ("gemm_beside_h2d", "gemm_beside_gather"):
         if key in found[0]:
             links[key] = max(rank[key] for rank in found)
-    if "disk" in found[0]:
-        links["disk_bytes_per_s"] = found[0]["disk"]
     return links
 
 
@@ -126,6 +124,7 @@ def _row(
         "host_kind": ranks[0].get("host_kind"),
         "host_pss_nbytes": pss,
         "host_private_nbytes": sum(host["private"] for host in hosts),
+        "host_uss_nbytes": sum(host["uss"] for host in hosts),
         "host_page_cache_nbytes": sum(host["file"] for host in hosts),
         "host_shared_memory_nbytes": sum(host["shared_memory"] for host in hosts),
         "host_before_nbytes": sum(rank["host_before"]["pss"] for rank in ranks),
@@ -133,7 +132,9 @@ def _row(
         "load_s": _most(ranks, "load_s"),
         "enable_s": _most(ranks, "enable_s"),
         "enabled": "cold" if variant.cold else "warm",
-        "stayed_in_page_cache": ranks[0].get("stayed"),
+        "cached_part": ranks[0]["cached"],
+        "enable_bytes_per_s": facts.nbytes / _most(ranks, "enable_s"),
+        "disk_bytes_per_s": ranks[0].get("disk"),
     }
 
 

@@ -18,6 +18,8 @@ from variants import RANK_NBYTES
 SHARED_MEMORY = Path("/dev/shm")
 SPARE_NBYTES = 1 << 30
 """Left free in a folder."""
+MOST = 0.9
+"""Of the host memory that is available, the part that a run takes."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -69,7 +71,8 @@ def look(folder: Path, host_limit: int | None) -> Room:
     # What an earlier run wrote there is there to be used.
     written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     in_memory = is_in_memory(folder)
-    host = min(available_host_nbytes() + (written if in_memory else 0), host_limit or 1 << 62)
+    host = round(MOST * (available_host_nbytes() + (written if in_memory else 0)))
+    host = min(host, host_limit or host)
     return Room(folder, in_memory, shutil.disk_usage(existing).free + written, host)
 
 

@@ -247,7 +247,6 @@ class Runner:
             options=options,
             block_nbytes=facts.model.block_nbytes,
             interference=args.interference,
-            cold=not facts.room.in_memory,
         )
 
     def _do(self, job: Job, last: bool = False) -> list[dict[str, Any]]:

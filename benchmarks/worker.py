@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint import evict, load_model, read_rate, write_checkpoint
+from checkpoint import cached_part, evict, load_model, read, write_checkpoint
 from holding import hold
 from links import measure_links
 from measure import clock, device_memory, host_memory, synchronize, time_forwards
@@ -44,9 +44,10 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
     block_nbytes: int = 0
     interference: bool = False
-    cold: bool = False
 
 
+COLD_NBYTES = 8 << 30
+"""How much is read to find out how fast a disk is."""
 Tell = Callable[[str], None]
 
 
@@ -121,9 +122,6 @@ def _prepare(job: Job, device: torch.device, rank: int, size: int, tell: Tell) -
         dist.barrier()
     tell("measuring links")
     found |= measure_links(device, rank, size, job.block_nbytes, job.interference)
-    if job.cold and rank == 0:
-        tell("measuring the disk")
-        found["disk"] = read_rate(job.folder)
     if size > 1:
         dist.barrier()
     return found
@@ -133,14 +131,13 @@ def _measure(job: Job, device: torch.device, rank: int, size: int, tell: Tell) -
     variant = job.variant
     assert variant is not None
     before = device_memory(device)
+    disk = _set_page_cache(job, variant, rank, size, tell)
     tell("loading")
     load_seconds, model = clock(lambda: load_model(job.folder, job.dtype), device)
     found: dict[str, Any] = {"load_s": load_seconds, "host_before": host_memory()}
     if variant.cold:
-        if rank == 0:
-            found["stayed"] = evict(job.folder)
-        if size > 1:
-            dist.barrier()
+        found["disk"] = disk
+    found["cached"] = cached_part(job.folder)
     if size > 1:
         dist.barrier()
     tell("enabling")
@@ -177,6 +174,22 @@ def _measure(job: Job, device: torch.device, rank: int, size: int, tell: Tell) -
     elif device.type == "cpu" and variant.family == "resident":
         found["weights"] = sum(parameter.nbytes for parameter in model.parameters())
     return found
+
+
+def _set_page_cache(job: Job, variant: Variant, rank: int, size: int, tell: Tell) -> float | None:
+    """Cold or warm, as the variant wants the checkpoint; bytes per second of the disk, where that was found out."""
+    disk = None
+    if rank == 0 and variant.cold:
+        tell("measuring the disk")
+        evict(job.folder)
+        disk = read(job.folder, most=COLD_NBYTES)
+        evict(job.folder)
+    elif rank == 0 and cached_part(job.folder) < 1:
+        tell("reading the checkpoint into the page cache")
+        read(job.folder)
+    if size > 1:
+        dist.barrier()
+    return disk
 
 
 def _forwards(

@@ -132,9 +132,16 @@ def test_budgets_limits_and_ratios(rooms: SimpleNamespace) -> None:
     assert [budget(part, facts, 2) // 512_000 for part in (0.5, 0.75, 1.0)] == [4, 8, 8]  # two of staging
 
     def rank(seconds: list[float], bits: str, h2d: float | None) -> dict[str, Any]:
-        memory = {"pss": 100, "private": 40, "file": 50, "shared_memory": 0}
+        memory = {"pss": 100, "private": 40, "uss": 60, "file": 50, "shared_memory": 0}
         forward = {"seconds": seconds, "digests": [bits] * 3, "finite": True, "device_peak_nbytes": 7, "h2d": h2d}
-        return {"forwards": {"small": forward}, "host": memory, "host_before": memory, "weights": 5, "enable_s": 1.0}
+        return {
+            "forwards": {"small": forward},
+            "host": memory,
+            "host_before": memory,
+            "weights": 5,
+            "enable_s": 1.0,
+            "cached": 1.0,
+        }
 
     results = [
         rooms.results.Result(known["resident"], [rank([1.0, 2.0, 3.0], "a", None)] * 2),
