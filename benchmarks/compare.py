@@ -32,10 +32,10 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from crew import importable
 from render import plot, print_tables, to_markdown
+from results import Comparison
 from rich.console import Console
 from runner import Plan, Progress, Runner, gather_facts
 from sizes import SIZES
@@ -121,9 +121,9 @@ def main() -> int:
             print(variant.name)
         return 0
     importable()
-    # The checkpoint is large; who stops the command, as `timeout` does, should not find it left behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     progress = Progress(Console(stderr=True))
+    # The checkpoint is large; who stops the command, as `timeout` does, should not find it left behind.
+    signal.signal(signal.SIGTERM, lambda *_: progress.stop())
     facts = gather_facts(args, progress)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
@@ -132,9 +132,8 @@ def main() -> int:
         chosen = choose_variants(all_variants(args.ranks), args.variants)
         deadline = START + (args.time_limit or A_DAY)
         runner = Runner(Plan(args, facts, chosen, deadline, scratch), progress)
-        comparison = runner.run()
-        comparison.options["command"] = shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]])
-        _write(args, asdict(comparison))
+        comparison = runner.run(lambda so_far: _write(args, so_far))
+        _write(args, comparison)
         print_tables(comparison, Console(width=None if sys.stdout.isatty() else 180))
         if args.markdown is not None:
             args.markdown.write_text(to_markdown(comparison))
@@ -148,10 +147,11 @@ def main() -> int:
             shutil.rmtree(facts.room.folder, ignore_errors=True)
 
 
-def _write(args: argparse.Namespace, comparison: dict[str, Any]) -> None:
+def _write(args: argparse.Namespace, comparison: Comparison) -> None:
+    comparison.options["command"] = shlex.join(["python", "benchmarks/compare.py", *sys.argv[1:]])
     if args.json is not None:
         part = args.json.with_suffix(args.json.suffix + ".part")
-        part.write_text(json.dumps(comparison, indent=1))
+        part.write_text(json.dumps(asdict(comparison), indent=1))
         os.replace(part, args.json)
 
 

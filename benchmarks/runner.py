@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
@@ -38,10 +39,18 @@ class Progress:
     def __init__(self, console: Console) -> None:
         self.lines: list[str] = []
         self.prefix = ""
+        self._stopped = False
         self._console = console
         self._start = time.monotonic()
 
+    def stop(self) -> None:
+        """Ends the run; at the next word if the exception is lost, as it is where Python forks."""
+        self._stopped = True
+        raise SystemExit(143)
+
     def __call__(self, text: str) -> None:
+        if self._stopped:
+            self.stop()
         minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
         line = f"[{minutes}:{seconds:02}] {self.prefix}{text}"
         self.lines.append(line)
@@ -106,16 +115,19 @@ class Runner:
         self._missing: list[dict[str, str]] = []
         self._compute: dict[str, float] = {}
 
-    def run(self) -> Comparison:
-        """Prepares, measures every variant, and draws it together. What fails is a line of the result."""
+    def run(self, save: Callable[[Comparison], None]) -> Comparison:
+        """
+        Prepares, measures every variant, and draws it together. What fails is a line of the result. `save` gets what
+        there is after each variant, so that a run that is killed was not for nothing.
+        """
         try:
-            return self._run()
+            return self._run(save)
         finally:
             if self._standby is not None:
                 self._standby.dismiss()
 
-    def _run(self) -> Comparison:
-        plan, args, facts = self._plan, self._plan.args, self._plan.facts
+    def _run(self, save: Callable[[Comparison], None]) -> Comparison:
+        plan, facts = self._plan, self._plan.facts
         self._tell.prefix = "preparing: "
         self._tell(f"{facts.model.layers} layers, {format_bytes(facts.model.nbytes)}, in {facts.room.folder}")
         self._standby = self._next_crew()
@@ -123,6 +135,7 @@ class Runner:
             prepared = self._do(self._job("prepare"))
         except JobFailed as error:
             raise SystemExit(f"compare.py: error: nothing could be prepared: {error}") from error
+        self._prepared = prepared[0]
         self._links = merge_links(prepared)
         self._device_nbytes = prepared[0]["device_nbytes"]
         queue = list(plan.variants)
@@ -134,14 +147,19 @@ class Runner:
             if variant.family == "resident" and not done:
                 queue.insert(0, REFERENCE)
                 total += 1
+            save(self._compare())
         self._tell.prefix = ""
+        return self._compare()
+
+    def _compare(self) -> Comparison:
+        args, facts = self._plan.args, self._plan.facts
         rows = make_rows(self._results, args.workloads, facts.model, self._links["h2d_together_bytes_per_s"])
         size = SIZES[args.size]
         return Comparison(
             machine={
-                "device": f"{args.ranks} x {prepared[0]['device']}" if args.device != "cpu" else _processor(),
+                "device": f"{args.ranks} x {self._prepared['device']}" if args.device != "cpu" else _processor(),
                 "device_nbytes": self._device_nbytes,
-                "cuda": prepared[0].get("driver_cuda"),
+                "cuda": self._prepared.get("driver_cuda"),
                 "versions": {name: version(name) for name in PACKAGES},
                 "date": date.today().isoformat(),
                 "checkpoint_in_memory": facts.room.in_memory,

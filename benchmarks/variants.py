@@ -19,6 +19,9 @@ PINNED_ROUNDING = 1.4
 RANK_NBYTES = {"cpu": 512 << 20, "cuda": 6 << 30}
 """Host memory of a rank beside weights, by device: libraries, contexts, staging."""
 
+SLACK = 1.004
+"""How much larger a block's image may be than its weights: gaps and realigned tensors come along from a file."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -84,7 +87,7 @@ def budget_nbytes(fraction: float, facts: ModelFacts, shards: int) -> int:
     """
     shard = -(-facts.block_nbytes // (256 * shards)) * 256
     staging = 2 * shard if 0.5 < fraction < 1 and shards > 1 else 0
-    return round(fraction * facts.layers) * shard + staging
+    return round(SLACK * round(fraction * facts.layers) * shard) + staging
 
 
 def all_variants(ranks: int) -> list[Variant]:

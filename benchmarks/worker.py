@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -53,6 +54,7 @@ Tell = Callable[[str], None]
 
 def work(rank: int, size: int, store: str, log: str, connection: Connection) -> None:
     """The whole life of a rank. It has imported what takes long before it waits for its job, and touched no device."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which a fork has from the command
     with open(log, "wb", buffering=0) as file:  # libraries write much
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
