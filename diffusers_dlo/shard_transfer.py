@@ -92,7 +92,7 @@ class ShardTransfer:
                 self._copy_into(shard, shard.copies)
                 shard.filled = True
             self._gather_from(slot, views, shard, fence)
-        elif self._staging is not None and block.home is None:
+        elif self._staging is not None and self._fits(block):
             buffer = self._staging.find(block.component, block.index) or self._stage(block)
             buffer.holds = None
             self._gather_from(slot, views, buffer, fence)
@@ -108,7 +108,7 @@ class ShardTransfer:
         if self._staging is None or self._staging.next_buffer.holds is not None:
             return
         for block in upcoming:
-            if block.shard is not None or block.home is not None:
+            if block.shard is not None or not self._fits(block):
                 continue
             if self._staging.find(block.component, block.index) is not None:
                 continue
@@ -119,6 +119,11 @@ class ShardTransfer:
             self._stage(block)
             if self._staging.next_buffer.holds is not None:
                 return
+
+    def _fits(self, block: Unit) -> bool:
+        """Whether a block is staged: one of another offload may be larger than those that staging was made for."""
+        assert self._staging is not None
+        return block.home is None and block.layout.shard_nbytes(self._gather.size) <= self._staging.buffer_nbytes
 
     def _stage(self, block: Unit) -> StagingBuffer:
         assert self._staging is not None
