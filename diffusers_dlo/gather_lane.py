@@ -8,7 +8,7 @@ becomes of it when a rank is lost. Must not decide when a pass begins (`distribu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -88,8 +88,8 @@ class GatherLane(Lane):
 
     # What hooks call, on the main thread
 
-    def driving(self) -> AbstractContextManager[None]:
-        return self.service.turn.driving() if self.service is not None else nullcontext()
+    def driving(self) -> AbstractContextManager[Any]:
+        return self.service.turn.driving() if self.service is not None else super().driving()
 
     def enter(self, component: Component) -> None:
         super().enter(component)
