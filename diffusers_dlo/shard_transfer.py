@@ -86,6 +86,7 @@ class ShardTransfer:
         views = block.views_in(slot)
         shard = block.shard
         if shard is not None and shard.is_pulled:
+            self._settle_reader(shard)  # the others' shards have arrived when its gather has ended
             self._pull(slot, views, shard, fence)
         elif shard is not None:
             if not shard.filled:
@@ -136,13 +137,17 @@ class ShardTransfer:
 
     def _copy_into(self, buffer: ShardBuffer, copies: Copies) -> None:
         """Queues the copy of a shard, behind the gather that read the buffer last."""
+        self._settle_reader(buffer)
         reader = buffer.reader
-        if reader is not None and reader.stamp is not None and reader.stamp.seq == buffer.reader_seq:
-            self._settle(reader)
         # A slot that was fetched into again since: its later gather is behind the one that read this buffer.
         fence = buffer.arrived if reader is None else reader.ready
         self._counters.count_h2d(copies)
         self._platform.submit(self._copy, lambda: copy(copies), after=(fence,), record=buffer.arrived)
+
+    def _settle_reader(self, buffer: ShardBuffer) -> None:
+        reader = buffer.reader
+        if reader is not None and reader.stamp is not None and reader.stamp.seq == buffer.reader_seq:
+            self._settle(reader)
 
     def _gather_from(self, slot: Slot, views: BlockViews, buffer: ShardBuffer, fence: Event) -> None:
         assert slot.stamp is not None
