@@ -13,13 +13,24 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.modules.module import _global_forward_pre_hooks
 
 from diffusers_dlo import api, apply_distributed_layerwise_offload, pull_lane, resident_memory
 from diffusers_dlo.device.platform import Platform
 from diffusers_dlo.resident_agreement import Step
 from tests import toys
 from tests.ranks import run_ranks
-from tests.test_resident_memory import Decoder, Pipeline, Roomy, enable, make_agreement, roomy, run, streamed_nbytes
+from tests.test_resident_memory import (
+    Decoder,
+    Greedy,
+    Pipeline,
+    Roomy,
+    enable,
+    make_agreement,
+    roomy,
+    run,
+    streamed_nbytes,
+)
 from tests.toys import feed, toy
 
 
@@ -120,7 +131,22 @@ def test_a_wish_to_give_back_survives_the_round_that_is_under_way(step: Step) ->
     said = [agreement.say(), agreement.say()]
     agreement.give_back()
     agreement.hear(said)
-    assert agreement.step in (Step.RETURNING, Step.OFF), f"it is {agreement.step} again, and the memory is taken"
+    said_next, _ = agreement.say()
+    assert said_next in ("returning", "off"), f"it is '{said_next}', and the memory is taken"
+
+
+def test_the_first_complete_forward_is_measured_after_one_that_ran_out_of_memory() -> None:
+    """A first request that is too large says nothing about the next one."""
+    model, reference = toy(Greedy, 4), toy(toys.Stack, 4)
+    handle = enable(model, roomy(1 << 20), device_budget="auto")
+    model.full = True
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+        model(feed(0))
+    model.full = False
+    run(model, reference, range(3))
+    kept = handle.report().resident_bytes
+    handle.remove()
+    assert kept == streamed_nbytes(reference, 1), "nothing stays, and nothing was said"
 
 
 def _pipeline() -> tuple[Pipeline, toys.Stack, Decoder]:
@@ -262,15 +288,16 @@ def test_a_rank_that_fails_while_filling_does_not_leave_the_others_in_a_gather()
 
 
 class Interrupting:
-    """Sends SIGINT at the `count`-th line that runs in the files of the engine."""
+    """Sends SIGINT at the `count`-th line that runs in some files, by default those of the engine."""
 
     FILES = ("/lane.py", "/local_lane.py", "/gather_lane.py", "/units.py", "/managed_tensor.py", "/ring.py")
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, files: tuple[str, ...] = FILES) -> None:
         self.left = count
+        self._files = files
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(self.FILES):
+        if not frame.f_code.co_filename.endswith(self._files):
             return None
         if event == "line":
             self.left -= 1
@@ -302,3 +329,28 @@ def test_an_interrupt_at_any_line_leaves_the_next_forward_right(transfer: str, f
             break
     assert count > 100
     handle.remove()
+
+
+def test_an_interrupt_where_the_first_forward_begins_leaves_nothing_behind() -> None:
+    """Without any budget: the global hook and the guard of the first forward are put on and taken off in steps."""
+    broken: list[str] = []
+    for count in range(1, 130, 2):
+        model, reference = toy(toys.Stack, 1), toy(toys.Stack, 1)
+        handle = apply_distributed_layerwise_offload(model, transfer="local")
+        try:
+            sys.settrace(Interrupting(count, ("diffusers_dlo/hooks.py",)))
+            with torch.no_grad():
+                model(feed(0))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        try:
+            handle.remove()
+            run(model, reference, range(1))
+        except Exception as error:
+            broken.append(f"line {count}: {error!r}")
+            handle.remove()  # the second time comes through
+        finally:
+            _global_forward_pre_hooks.clear()
+    assert not broken
