@@ -19,7 +19,8 @@ computes, and fetching. Must not decide what is fetched next, nor touch modules:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from .caller import Caller
 from .device.platform import Event, Platform
 from .device.resident import Allocation, Home, new_shard
 from .device.ring import Ring, Slot, Stamp, realign
+from .interrupts import interrupts
 from .shard_transfer import copy
 from .timeline import COPY
 from .transfers import Transfers
@@ -177,9 +179,9 @@ class Lane:
 
     # What hooks call
 
-    def driving(self) -> AbstractContextManager[None]:
+    def driving(self) -> AbstractContextManager[Any]:
         """The context of all calls below: nothing takes the lane from this thread, or interrupts it, in between."""
-        return nullcontext()
+        return interrupts
 
     def enter(self, component: Component) -> None:
         """A forward of the component begins."""

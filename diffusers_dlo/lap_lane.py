@@ -8,7 +8,7 @@ nor what its lap is (`laps.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -86,8 +86,8 @@ class LapLane(Lane):
             self.service = PassService(group.passes, self, options, group.world.rank)
             self.service.start()
 
-    def driving(self) -> AbstractContextManager[None]:
-        return self.service.turn.driving() if self.service is not None else nullcontext()
+    def driving(self) -> AbstractContextManager[Any]:
+        return self.service.turn.driving() if self.service is not None else super().driving()
 
     # Membership
 

@@ -90,6 +90,7 @@ class ShardTransfer:
         views = block.views_in(slot)
         shard = block.shard
         if shard is not None and shard.is_pulled:
+            self._settle_reader(shard)  # the others' shards have arrived when its gather has ended
             pull(self._transfers, self._comm, block, slot, shard, self._gather.rank, fence)
             self._counters.count_gather(views)
         elif shard is not None:
@@ -97,7 +98,7 @@ class ShardTransfer:
                 self._copy_into(block, shard, shard.copies)
                 shard.filled = True
             self._gather_from(block, slot, shard, fence)
-        elif self._staging is not None and block.home is None:
+        elif self._staging is not None and self._fits(block):
             buffer = self._staging.find(block.component, block.index) or self._stage(block)
             buffer.holds = None
             self._gather_from(block, slot, buffer, fence)
@@ -112,7 +113,7 @@ class ShardTransfer:
         if self._staging is None or self._staging.next_buffer.holds is not None:
             return
         for block in upcoming:
-            if block.shard is not None or block.home is not None:
+            if block.shard is not None or not self._fits(block):
                 continue
             if self._staging.find(block.component, block.index) is not None:
                 continue
@@ -123,6 +124,11 @@ class ShardTransfer:
             self._stage(block)
             if self._staging.next_buffer.holds is not None:
                 return
+
+    def _fits(self, block: Unit) -> bool:
+        """Whether a block is staged: one of another offload may be larger than those that staging was made for."""
+        assert self._staging is not None
+        return block.home is None and block.layout.shard_nbytes(self._gather.size) <= self._staging.buffer_nbytes
 
     def _stage(self, block: Unit) -> StagingBuffer:
         assert self._staging is not None
@@ -135,9 +141,8 @@ class ShardTransfer:
 
     def _copy_into(self, block: Unit, buffer: ShardBuffer, copies: Copies) -> None:
         """Queues the copy of a shard, behind the gather that read the buffer last."""
+        self._settle_reader(buffer)
         reader = buffer.reader
-        if reader is not None and reader.stamp is not None and reader.stamp.seq == buffer.reader_seq:
-            self._settle(reader)
         # A slot that was fetched into again since: its later gather is behind the one that read this buffer.
         fence = buffer.arrived if reader is None else reader.ready
         self._queue_copy(block, copies, fence, buffer.arrived)
@@ -145,6 +150,11 @@ class ShardTransfer:
     def _queue_copy(self, block: Unit, copies: Copies, fence: Event, arrived: Event) -> None:
         self._counters.count_h2d(copies)
         self._transfers.submit(COPY, block, self._copy, lambda: copy(copies), after=(fence,), record=arrived)
+
+    def _settle_reader(self, buffer: ShardBuffer) -> None:
+        reader = buffer.reader
+        if reader is not None and reader.stamp is not None and reader.stamp.seq == buffer.reader_seq:
+            self._settle(reader)
 
     def _gather_from(self, block: Unit, slot: Slot, buffer: ShardBuffer, fence: Event) -> None:
         assert slot.stamp is not None
