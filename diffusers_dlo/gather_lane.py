@@ -95,6 +95,13 @@ class GatherLane(LapLane):
             self.grant([{"kind": "run", **asked, **self.describe_state()}])
         self.counters.passes += 1
 
+    def _fetch_first(self, component: Component) -> None:
+        lap = self._lap
+        if self._shards is None or self.ring is None or lap is None or lap.component is not component or not lap.done:
+            return
+        if lap.expected is not None and self.service is not None and self.service.turn.drives_here:
+            self._shards.copy_ahead(self.ring, lap.expected)
+
     def _refuse_held(self, why: str) -> None:
         """A lap that this thread has left is completed in its slots, so none may be in use."""
         held = ", ".join(sorted(str(unit) for c in self.components.values() for unit in c.blocks if unit.held))

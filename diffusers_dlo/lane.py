@@ -228,8 +228,10 @@ class Lane:
             component.propose()
         if self.transient:
             self._drop_ring()
-        else:
-            self.finish()
+            return
+        if complete:
+            self._fetch_first(component)
+        self.finish()
 
     def let_go_all(self) -> None:
         """No forward is open: whatever an interrupted one left held is let go."""
@@ -259,6 +261,9 @@ class Lane:
     def _fetch_ahead(self, component: Component, block: Unit) -> None:
         """Fetches what comes after `block` into the slots that are free for it."""
         raise NotImplementedError
+
+    def _fetch_first(self, component: Component) -> None:
+        """A forward is complete and no slot is in use: fetches what the next one begins with, into all of them."""
 
     def _confirm(self) -> None:
         """Raises if what a slot holds is not to be trusted any more, now that it is going to be used."""

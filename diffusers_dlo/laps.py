@@ -43,6 +43,11 @@ class Lap:
         return self._position == len(self._blocks)
 
     @property
+    def expected(self) -> Unit | None:
+        """What the next lap fetches first, should it be one of the same component and order."""
+        return self.component.blocks[self._after[0]] if self._after else None
+
+    @property
     def next_block(self) -> Unit:
         """What is fetched next."""
         return self.component.blocks[self._blocks[self._position]]

@@ -54,3 +54,11 @@ class LocalLane(Lane):
         if complete:
             self.counters.passes += 1
         super().leave(component, complete)
+
+    def _fetch_first(self, component: Component) -> None:
+        assert self.ring is not None
+        for index in component.streamed_order[: len(self.ring.slots)]:
+            if self.ring.find(component.name, index) is None:
+                if self.ring.next_slot.holds:
+                    return
+                self._fetch(component.blocks[index])

@@ -20,7 +20,7 @@ import torch
 
 from .device.platform import Event, Stream
 from .device.resident import ShardBuffer, Staging, StagingBuffer
-from .device.ring import Copies, Slot, copy_pairs, realign
+from .device.ring import Copies, Ring, Slot, copy_pairs, realign
 from .distributed.gather import InPlaceGather
 from .residency import STAGING_BUFFERS
 from .timeline import COPY, GATHER
@@ -89,6 +89,10 @@ class ShardTransfer:
         """
         views = block.views_in(slot)
         shard = block.shard
+        ahead, slot.copied_ahead = slot.copied_ahead, None
+        if ahead is not None and (shard is not None or self._staging is not None or ahead != block.key_in_component):
+            self._platform.submit(self._comm, _nothing, after=(slot.arrived,), record=None)
+            ahead = None
         if shard is not None and shard.is_pulled:
             self._settle_reader(shard)  # the others' shards have arrived when its gather has ended
             pull(self._transfers, self._comm, block, slot, shard, self._gather.rank, fence)
@@ -103,9 +107,25 @@ class ShardTransfer:
             buffer.holds = None
             self._gather_from(block, slot, buffer, fence)
         else:
-            self._queue_copy(block, views.copies, fence, slot.arrived)
+            if ahead is None:
+                self._queue_copy(block, views.copies, fence, slot.arrived)
             self._queue_gather(block, slot, views.shard, (slot.arrived,))
         self._stage_ahead(upcoming)
+
+    def copy_ahead(self, ring: Ring, block: Unit) -> None:
+        """
+        No slot is in use: copies this rank's shard of the block that is likely to be fetched next to its slot, which
+        concerns no other rank, so that the host link is busy until the next forward.
+        """
+        slot = ring.next_slot
+        if slot.holds or slot.copied_ahead is not None or self._staging is not None:
+            return
+        if block.shard is not None or block.home is not None or ring.find(block.component, block.index) is not None:
+            return
+        self._settle(slot)
+        ring.vacate(slot)
+        slot.copied_ahead = block.key_in_component
+        self._queue_copy(block, block.views[slot.index].copies, slot.fence, slot.arrived)
 
     # Where this rank's shard comes from
 
@@ -174,6 +194,10 @@ class ShardTransfer:
 
         self._transfers.submit(GATHER, block, self._comm, work, after=after, record=slot.ready)
         self._counters.count_gather(views)
+
+
+def _nothing() -> None:
+    """The work of who only waits."""
 
 
 def pull(

@@ -85,6 +85,11 @@ class Unit:
         return self.slot.buffer if self.slot is not None else self.buffer
 
     @property
+    def key_in_component(self) -> tuple[str, int]:
+        """The component it belongs to, and its index there."""
+        return self.component, self.index
+
+    @property
     def settled(self) -> bool:
         """Whether it is on the device for good, and needs no transfer."""
         return self.home is not None and self.home.filled

@@ -18,6 +18,9 @@ from ..host.store import Extent, tensor_view
 from .platform import Event, Platform
 
 
+_OF_NOTHING = ("", -1)
+"""What was copied ahead into a slot is of no use."""
+
 Copies = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 """(range of device memory, host memory) for each extent of a shard."""
 
@@ -39,7 +42,8 @@ class Slot:
     """
     One block-sized buffer. `arrived` follows the copy of a fetch, `ready` the whole of it, `free` the computing that
     last used it. `used` says whether anything has waited for the last fetch since. `pending` is a collective that the
-    host has to wait for before it reads `buffer`, and the views that it fills.
+    host has to wait for before it reads `buffer`, and the views that it fills. `copied_ahead` is the block, by
+    component and index, whose shard was copied there before its fetch; `arrived` then follows that copy.
     """
 
     index: int
@@ -51,6 +55,7 @@ class Slot:
     holds: int = 0
     used: bool = True
     pending: tuple[Any, BlockViews] | None = None
+    copied_ahead: tuple[str, int] | None = None
 
     @property
     def fence(self) -> Event:
@@ -112,8 +117,7 @@ class Ring:
         slot = self.slots[index]
         if slot.holds:
             raise RuntimeError(f"slot {index} would be overwritten while {slot.stamp} computes in it")
-        if slot.stamp is not None and self._where.get((slot.stamp.component, slot.stamp.block)) == index:
-            del self._where[slot.stamp.component, slot.stamp.block]
+        self.vacate(slot)
         # Another slot may hold the same block (of a short lap) and even compute with it: the newest one is listed.
         slot.stamp = Stamp(component, block, self.seq)
         slot.used = False
@@ -121,12 +125,20 @@ class Ring:
         self.seq += 1
         return slot
 
+    def vacate(self, slot: Slot) -> None:
+        """What a slot holds is about to be overwritten in part."""
+        if slot.stamp is not None and self._where.get((slot.stamp.component, slot.stamp.block)) == slot.index:
+            del self._where[slot.stamp.component, slot.stamp.block]
+        slot.stamp = None
+
     def forget(self, component: str | None = None) -> None:
         """Clears the stamps of one component, or of all: what is in those slots is not trusted any more."""
         for slot in self.slots:
             if slot.stamp is not None and component in (None, slot.stamp.component):
                 self._where.pop((slot.stamp.component, slot.stamp.block), None)
                 slot.stamp = None
+            if slot.copied_ahead is not None and component in (None, slot.copied_ahead[0]):
+                slot.copied_ahead = _OF_NOTHING  # still to be waited for
 
     def views(self, layout: BlockLayout, extents: Sequence[Extent], shards: int, rank: int) -> list[BlockViews]:
         """The views of one block for each slot. `rank` is the shard this rank copies, of `shards`."""

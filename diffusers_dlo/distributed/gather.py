@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from ..device.platform import Platform
+from ..device.platform import Platform, gather_options
 
 
 # torch 2.13 renames the collective and warns at each call of the old name.
@@ -28,7 +28,9 @@ def new_gather_group(ranks: Sequence[int], backend: str, timeout: float) -> dist
     A group for gathers alone. Made by all ranks of the world together, which torch's naming of groups wants where
     users have made groups of their own.
     """
-    group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout + _MARGIN_SECONDS))
+    limit = timedelta(seconds=timeout + _MARGIN_SECONDS)
+    options = gather_options(backend, len(ranks), limit)
+    group = dist.new_group(list(ranks), backend=backend, timeout=limit, pg_options=options)
     if backend == "gloo" and group is not dist.GroupMember.NON_GROUP_MEMBER:
         # Waits are bounded elsewhere, where the rank that is late has a name.
         dist.distributed_c10d._set_pg_timeout(timedelta(days=7), group)

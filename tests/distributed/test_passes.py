@@ -120,3 +120,44 @@ def _raises_alone(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", (2, 3))
 def test_an_exception_on_one_rank(size: int) -> None:
     run_ranks(size, _raises_alone)
+
+
+def _another_of_the_same_name(rank: int, size: int) -> None:
+    """What was copied ahead for one model is never taken for another's, though name and place are the same."""
+    keeper, keeper_reference = toy(toys.Stack, 5, seed=7), toy(toys.Stack, 5, seed=7)
+    kept = apply_distributed_layerwise_offload(keeper, transfer="all_gather")
+    for seed in range(3):
+        model, reference = toy(toys.Stack, 5, seed=seed), toy(toys.Stack, 5, seed=seed)
+        handle = apply_distributed_layerwise_offload(model, transfer="all_gather")
+        with torch.no_grad():
+            for step in range(2):
+                assert torch.equal(model(feed(step)), reference(feed(step))), (seed, step)
+            if seed == 1:
+                assert torch.equal(keeper(feed(seed)), keeper_reference(feed(seed)))
+        handle.remove()
+    kept.remove()
+
+
+def test_what_was_copied_ahead_belongs_to_one_model() -> None:
+    run_ranks(2, _another_of_the_same_name)
+
+
+def _copies_between_forwards(rank: int, size: int) -> None:
+    """The next forward's first missing shard is copied when a forward has ended, and counts once."""
+    model, reference = toy(toys.Stack, 5), toy(toys.Stack, 5)
+    handle = apply_distributed_layerwise_offload(model, transfer="all_gather")
+    sizes = [block.shard_nbytes(size) for block in handle.plan.blocks]
+    seen = []
+    with torch.no_grad():
+        for step in range(4):
+            assert torch.equal(model(feed(step)), reference(feed(step)))
+            seen.append(handle.report().h2d_bytes)
+    # One slot holds the first block of the next pass, and the other its second block's shard.
+    assert seen[0] == sum(sizes) + sizes[0] + sizes[1]
+    assert [b - a for a, b in zip(seen, seen[1:])] == [sum(sizes)] * 3
+    assert handle.report().gather_bytes == (size - 1) * (4 * sum(sizes) + sizes[0])
+    handle.remove()
+
+
+def test_the_link_goes_on_between_forwards() -> None:
+    run_ranks(2, _copies_between_forwards)
