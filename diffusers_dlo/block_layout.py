@@ -85,6 +85,8 @@ class BlockLayout:
     nbytes: int
     tensors: tuple[TensorLayout, ...]
     is_leaf: bool = False
+    is_lookup: bool = False
+    "Whether it is an embedding, which every forward calls."
     runs: tuple[FileRun, ...] = ()
     realigned: tuple[Realignment, ...] = ()
     memory_offset: int = 0

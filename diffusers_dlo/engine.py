@@ -65,7 +65,7 @@ class Engine:
     def detach(self, component: Component, shrink: bool = True) -> None:
         """Lets a component go, and its slots with the last one; see `Lane.remove`."""
         self.lanes.leave(component, shrink)
-        self._leaves.let_go(component.leaves)
+        self._leaves.drop(component.leaves)
         if self._components.pop(component.name, None) is not None:
             self._close(component)
 
@@ -82,7 +82,7 @@ class Engine:
     def _bury(self) -> None:
         while self._discarded:
             component = self._discarded.pop()
-            self._leaves.let_go(component.leaves)
+            self._leaves.drop(component.leaves)
             lane = self.lanes.find(component.lane)
             if isinstance(lane, GatherLane) and component.name in lane.components:
                 lane.abandon(component)  # ranks collect garbage at different times

@@ -128,6 +128,8 @@ class Lane:
             component.blocks[index].home = home
         for index, shard in allocation.shards.items():
             component.blocks[index].shard = shard
+        for index in allocation.leaves:
+            component.leaves[index].stays = True
         component.staging_nbytes = allocation.staging_nbytes
 
     def give_back(self, component: Component) -> None:
@@ -136,6 +138,8 @@ class Lane:
             self.platform.synchronize()
         for block in component.blocks:
             block.home = block.shard = None
+        for leaf in component.leaves:
+            leaf.leave()
         component.staging_nbytes = 0
 
     @property

@@ -154,7 +154,9 @@ class LaneSet:
         name = component.plan.name
         shards = {block: peers[block] if peers else () for block in residents.shards.get(name, ())}
         whole = residents.whole.get(name, ())
-        return self.of(component).allocate(component, whole, shards, residents.staging_nbytes)
+        allocation = self.of(component).allocate(component, whole, shards, residents.staging_nbytes)
+        allocation.leaves = residents.leaves.get(name, frozenset())
+        return allocation
 
     def fill(self, component: Component) -> None:
         """Brings what stays to the device now, where no pass does: all ranks together."""

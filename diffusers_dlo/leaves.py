@@ -32,25 +32,44 @@ class Leaves:
     def acquire(self, leaf: Unit) -> None:
         """Fetches a leaf, unless it is there already, on the current stream: the allocator then knows its use."""
         if leaf.holds == 0:
-            leaf.store.prepare(leaf.key)
-            leaf.buffer = self._platform.empty(leaf.layout.padded_nbytes(1))
-            for offset, source in leaf.extents:
-                leaf.buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
-                self._counters.on_demand_nbytes += source.numel()
-            realign(realigned_parts(leaf.layout, leaf.buffer))
+            if leaf.buffer is None:
+                self._fetch(leaf)
+            elif leaf.stays:
+                self._platform.compute_wait(leaf.arrived)  # it may have been fetched on another stream
+            assert leaf.buffer is not None
             with torch.inference_mode(False):
                 leaf.point([tensor_view(leaf.buffer, tensor) for tensor in leaf.layout.tensors])
         leaf.holds += 1
 
+    def _fetch(self, leaf: Unit) -> None:
+        leaf.store.prepare(leaf.key)
+        buffer = self._platform.empty(leaf.layout.padded_nbytes(1))
+        for offset, source in leaf.extents:
+            buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
+            self._counters.on_demand_nbytes += source.numel()
+        realign(realigned_parts(leaf.layout, buffer))
+        if leaf.stays:
+            leaf.arrived = self._platform.new_event()
+            self._platform.compute_record(leaf.arrived)
+        leaf.buffer = buffer
+
     def release(self, leaf: Unit) -> None:
-        """Drops a leaf, unless another call still uses it."""
+        """Drops a leaf, unless another call still uses it, or it stays."""
         leaf.holds -= 1
         if leaf.holds == 0:
             self.let_go([leaf])
 
     def let_go(self, leaves: Iterable[Unit]) -> None:
-        """Drops leaves whoever uses them. Tolerates those that are not there."""
+        """Drops leaves whoever uses them, but for what stays. Tolerates those that are not there."""
         for leaf in leaves:
             leaf.unpoint()
             leaf.holds = 0
-            leaf.buffer = None
+            if not leaf.stays:
+                leaf.buffer = None
+
+    def drop(self, leaves: Iterable[Unit]) -> None:
+        """As `let_go`, and nothing stays."""
+        leaves = list(leaves)
+        self.let_go(leaves)
+        for leaf in leaves:
+            leaf.leave()

@@ -108,10 +108,21 @@ class OffloadPlan:
             Candidate(c.name, i, block) for c in self.components if not c.runs_once for i, block in enumerate(c.blocks)
         ]
 
+    @property
+    def lookups(self) -> list[Candidate]:
+        """The leaves that may stay: those that every forward calls."""
+        return [
+            Candidate(c.name, i, leaf)
+            for c in self.components
+            if not c.runs_once
+            for i, leaf in enumerate(c.leaves)
+            if leaf.is_lookup
+        ]
+
     def residents_for(self, budget: int, all_shards: bool = True) -> ResidentPlan:
         """What stays on the device of each rank for a budget in bytes; arguments as for `plan_residents`."""
         shards = max((self.shards(c) for c in self.components if not c.runs_once), default=1)
-        return plan_residents(self.candidates, shards, self.num_slots, budget, all_shards)
+        return plan_residents(self.candidates, shards, self.num_slots, budget, all_shards, self.lookups)
 
     @cached_property
     def residents(self) -> ResidentPlan:
@@ -192,6 +203,8 @@ def plan_component(
     nothing of it is read but metadata. `files` is as for `lay_out`.
     """
     layouts = [lay_out(unit.name, unit.tensors, unit.is_leaf, files) for unit in units]
+    lookups = {u.name for u in units if u.is_leaf and any(isinstance(m, nn.Embedding) for m in u.modules)}
+    layouts = [replace(layout, is_lookup=True) if layout.name in lookups else layout for layout in layouts]
     return ComponentPlan(
         name=name,
         class_name=type(module).__name__,

@@ -19,7 +19,7 @@ says is the same on all ranks that pass the same in.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .block_layout import BlockLayout
@@ -45,12 +45,14 @@ class ResidentPlan:
     Attributes:
         shards (`Mapping[str, frozenset[int]]`): blocks of which this rank's shard stays.
         whole (`Mapping[str, frozenset[int]]`): blocks that stay whole.
+        leaves (`Mapping[str, frozenset[int]]`): leaves that stay, by their index among the component's leaves.
         staging_nbytes (`int`): bytes of one staging buffer; 0 where none is needed.
         nbytes (`int`): device bytes of all of it, staging included.
     """
 
     shards: Mapping[str, frozenset[int]] = field(default_factory=dict)
     whole: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    leaves: Mapping[str, frozenset[int]] = field(default_factory=dict)
     staging_nbytes: int = 0
     nbytes: int = 0
 
@@ -60,23 +62,29 @@ class ResidentPlan:
         return sum(map(len, (*self.shards.values(), *self.whole.values())))
 
     def __bool__(self) -> bool:
-        return self.count > 0
+        return self.count > 0 or bool(self.leaves)
 
     def describe(self) -> str:
         """All of it in one line: what ranks compare."""
         parts = [
             f"{kind} {name} {sorted(blocks)}"
-            for kind, chosen in (("shards", self.shards), ("whole", self.whole))
+            for kind, chosen in (("shards", self.shards), ("whole", self.whole), ("leaves", self.leaves))
             for name, blocks in sorted(chosen.items())
         ]
         return "; ".join([*parts, f"staging {self.staging_nbytes}", f"{self.nbytes} bytes"])
 
 
 def plan_residents(
-    candidates: Sequence[Candidate], shards: int, num_slots: int, budget: int, all_shards: bool = True
+    candidates: Sequence[Candidate],
+    shards: int,
+    num_slots: int,
+    budget: int,
+    all_shards: bool = True,
+    leaves: Sequence[Candidate] = (),
 ) -> ResidentPlan:
     """
-    What stays on the device for a budget ([Note: Staging]).
+    What stays on the device for a budget ([Note: Staging]). Leaves come first, as far as they fit: they cost and save
+    as many bytes as blocks do, and computing waits for all of theirs.
 
     Args:
         candidates (`Sequence[Candidate]`): in streaming order.
@@ -84,11 +92,25 @@ def plan_residents(
         num_slots (`int`): slots of the ring.
         budget (`int`): bytes on each rank.
         all_shards (`bool`, defaults to `True`): whether blocks may stay whole once all shards do.
+        leaves (`Sequence[Candidate]`): those that every forward calls; `block` is their index among leaves.
     """
+    kept: dict[str, frozenset[int]] = {}
+    nbytes = 0
+    for component, index, layout in leaves:
+        if nbytes + layout.padded_nbytes(1) <= budget:
+            nbytes += layout.padded_nbytes(1)
+            kept[component] = kept.get(component, frozenset()) | {index}
+    plan = _plan_blocks(candidates, shards, num_slots, budget - nbytes, all_shards)
+    return replace(plan, leaves=kept, nbytes=plan.nbytes + nbytes)
+
+
+def _plan_blocks(
+    candidates: Sequence[Candidate], shards: int, num_slots: int, budget: int, all_shards: bool
+) -> ResidentPlan:
     if shards == 1:
         sizes = [candidate.layout.padded_nbytes(1) for candidate in candidates]
         chosen = _spread_within(sizes, budget)
-        return ResidentPlan({}, _by_component(candidates, chosen), 0, sum(sizes[i] for i in chosen))
+        return ResidentPlan(whole=_by_component(candidates, chosen), nbytes=sum(sizes[i] for i in chosen))
     sizes = [candidate.layout.shard_nbytes(shards) for candidate in candidates]
     total = sum(sizes)
     if total > budget:
@@ -97,7 +119,9 @@ def plan_residents(
     whole = _spread_within(extra, budget - total) if all_shards else frozenset()
     rest = frozenset(range(len(candidates))) - whole
     return ResidentPlan(
-        _by_component(candidates, rest), _by_component(candidates, whole), 0, total + sum(extra[i] for i in whole)
+        _by_component(candidates, rest),
+        _by_component(candidates, whole),
+        nbytes=total + sum(extra[i] for i in whole),
     )
 
 
@@ -110,7 +134,9 @@ def _some_shards(candidates: Sequence[Candidate], sizes: list[int], num_slots: i
     if not chosen:
         return ResidentPlan()
     return ResidentPlan(
-        _by_component(candidates, chosen), {}, staging, sum(sizes[i] for i in chosen) + STAGING_BUFFERS * staging
+        _by_component(candidates, chosen),
+        staging_nbytes=staging,
+        nbytes=sum(sizes[i] for i in chosen) + STAGING_BUFFERS * staging,
     )
 
 

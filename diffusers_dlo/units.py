@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from .block_layout import BlockLayout
+from .device.platform import Event
 from .device.resident import Home, ShardBuffer
 from .device.ring import BlockViews, Copies, Slot
 from .host.store import Extent, HostStore
@@ -47,7 +48,8 @@ class Counters:
 class Unit:
     """
     A block or leaf at run time: its tensors, where its bytes are, and the slot it is in while it computes. `home` is
-    its memory if it stays on the device whole, `shard` if this rank's shard of it does.
+    its memory if it stays on the device whole, `shard` if this rank's shard of it does. Of a leaf, `buffer` is the
+    memory it was fetched into, `arrived` follows that, and it `stays` if it is not to be fetched anew.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Unit:
         self.shard: ShardBuffer | None = None
         self.slot: Slot | None = None
         self.buffer: torch.Tensor | None = None
+        self.arrived: Event = None
+        self.stays = False
         self.holds = 0
         self._streaming = list(enumerate(self.tensors))
         self._pointed: Sequence[torch.Tensor] = ()
@@ -93,6 +97,12 @@ class Unit:
     def settled(self) -> bool:
         """Whether it is on the device for good, and needs no transfer."""
         return self.home is not None and self.home.filled
+
+    def leave(self) -> None:
+        """Of a leaf: it stays no more; its memory goes when no call uses it."""
+        self.stays = False
+        if self.holds == 0:
+            self.buffer = None
 
     def views_in(self, slot: Slot) -> BlockViews:
         """Its views in a slot of the ring, or at home."""
@@ -190,7 +200,9 @@ class Component:
     def resident_nbytes(self) -> int:
         """Device bytes of its shards and blocks that stay."""
         homes = sum(block.home.nbytes for block in self.blocks if block.home is not None)
-        return homes + sum(block.shard.memory.numel() for block in self.blocks if block.shard is not None)
+        shards = sum(block.shard.memory.numel() for block in self.blocks if block.shard is not None)
+        leaves = sum(leaf.buffer.numel() for leaf in self.leaves if leaf.stays and leaf.buffer is not None)
+        return homes + shards + leaves
 
     @property
     def store(self) -> HostStore:

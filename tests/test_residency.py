@@ -66,6 +66,14 @@ def test_blocks_stay_whole_once_all_shards_do() -> None:
     assert not plan_residents(SIX, 2, 3, 6 * 1024, all_shards=False).whole
 
 
+def test_leaves_come_first_as_far_as_they_fit() -> None:
+    leaves = blocks(3000, 700, name="transformer")
+    plan = plan_residents(SIX, 2, 3, 6 * 512 + 3072, leaves=leaves)
+    assert plan.leaves == {"transformer": frozenset({0})} and plan.count == 6 and plan.nbytes == 6 * 512 + 3072
+    plan = plan_residents(SIX, 2, 3, 1000, leaves=leaves)
+    assert plan.leaves == {"transformer": frozenset({1})} and plan.count == 0 and bool(plan) and plan.nbytes == 768
+
+
 @pytest.mark.parametrize("shards", (1, 2, 3))
 def test_no_plan_takes_more_than_its_budget(shards: int) -> None:
     uneven = blocks(300, 5000, 256, 1, 9000, 700) + blocks(2000, 2000, name="transformer_2")

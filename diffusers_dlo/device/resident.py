@@ -86,6 +86,8 @@ class Allocation:
     staging_nbytes: int = 0
     homes: dict[int, Home] = field(default_factory=dict)
     shards: dict[int, ShardBuffer] = field(default_factory=dict)
+    leaves: frozenset[int] = frozenset()
+    "those that stay once they have been fetched, which takes their memory"
 
 
 class Staging:

@@ -175,6 +175,29 @@ def test_counters_on_ranks(size: int) -> None:
     run_ranks(size, _counters)
 
 
+@pytest.mark.parametrize("transfer", ("local", "all_gather"))
+def test_an_embedding_stays_before_blocks_do(transfer: str) -> None:
+    model, reference = toy(toys.Leafy), toy(toys.Leafy)
+    embed = 400 * 16 * 4
+    handle = apply_distributed_layerwise_offload(model, transfer=transfer, device_budget=embed + 100)
+    assert handle.plan.residents.nbytes == embed and handle.plan.residents.count == 0
+    assert handle.report().resident_bytes == 0  # until it is called
+    with torch.no_grad():
+        for step in range(4):
+            assert torch.equal(model(feed(step)), reference(feed(step)))
+    assert handle.report().on_demand_bytes == embed == handle.report().resident_bytes
+    assert torch.equal(model.state_dict()["embed.weight"], reference.embed.weight)
+    handle.remove()
+    with torch.no_grad():
+        assert torch.equal(model(feed(9)), reference(feed(9)))
+    handle = apply_distributed_layerwise_offload(model, transfer=transfer, device_budget=embed - 1)
+    with torch.no_grad():
+        for step in range(2):
+            assert torch.equal(model(feed(step)), reference(feed(step)))
+    assert handle.report().on_demand_bytes == 2 * embed and not handle.plan.residents.leaves
+    handle.remove()
+
+
 def _unequal_work(rank: int, size: int, gather: str, fraction: float) -> None:
     """Ranks with different numbers of forwards, in different orders of blocks, and a rank that leaves early."""
     model, reference = toy(toys.Stack, 7), toy(toys.Stack, 7)
