@@ -8,27 +8,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .timeline import PassTiming
+from .timeline import BlockTiming, PassTiming
 
 
 _NEGLIGIBLE = 0.05
 """A loss of less than this part of a pass is not what bounds it."""
+_FILLED = 0.7
+"""Copies hide behind computing if they take this part of it, or less: blocks differ, and so do ranks' links."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """
-    What a run had to do with: ranks that share weights, slots, whether weights may stay on the device, and whether
-    the device has streams, without which it copies and computes in turn.
+    What a run had to do with: ranks that share weights, slots, whether weights may stay on the device, whether the
+    device has streams, without which it copies and computes in turn, and `gather` of the config.
     """
 
     ranks: int
     num_slots: int
     has_budget: bool
     has_streams: bool = True
+    gather: str = "auto"
 
 
-def advise(passes: Sequence[PassTiming], setting: Setting) -> str:
+@dataclass(frozen=True)
+class _Case:
+    """The component that is looked at. `whole_ms`: if this rank copied each block whole; None if it copied nothing."""
+
+    timing: PassTiming
+    whole_ms: float | None
+    setting: Setting
+
+
+def advise(passes: Sequence[PassTiming], blocks: Sequence[BlockTiming], setting: Setting) -> str:
     """
     What bounds the component that took most of the timed time, and which setting would help, as one sentence.
 
@@ -48,62 +60,84 @@ def advise(passes: Sequence[PassTiming], setting: Setting) -> str:
     cause = max(losses, key=lambda cause: losses[cause])
     if losses[cause] < _NEGLIGIBLE * timing.pass_ms:
         cause = _computing
-    bound, remedy = cause(timing, setting)
-    return f"{bound} of a pass of '{timing.component}' ({_ms(timing.pass_ms)}); {remedy}."
+    own = [block for block in blocks if block.component == timing.component]
+    bound, why, remedy = cause(_Case(timing, _whole_ms(own, setting.ranks), setting))
+    return f"{bound} this run: in a pass of '{timing.component}', which takes {_ms(timing.pass_ms)}, {why}; {remedy}."
 
 
-def _computing(timing: PassTiming, setting: Setting) -> tuple[str, str]:
-    return (
-        f"The computing bounds this run: blocks compute for {_ms(timing.compute_ms)} and wait for "
-        f"{_ms(timing.exposed_ms)}",
-        "no setting of the offload would make it faster",
-    )
+def _whole_ms(blocks: Sequence[BlockTiming], ranks: int) -> float | None:
+    """What a pass of copies takes a rank that copies whole blocks; those that stay are taken to be like the others."""
+    shards = [block.h2d_ms for block in blocks if block.h2d_ms > 0]
+    return sum(shards) / len(shards) * len(blocks) * ranks if shards else None
 
 
-def _ranks(timing: PassTiming, setting: Setting) -> tuple[str, str]:
-    return (
-        f"The other ranks bound this run: this one waits for them for {_ms(timing.rank_wait_ms)}",
-        'equal work on all ranks would help, or transfer="local", with which no rank waits',
-    )
+def _computing(case: _Case) -> tuple[str, str, str]:
+    timing = case.timing
+    why = f"blocks compute for {_ms(timing.compute_ms)} and wait for {_ms(timing.exposed_ms)}"
+    return "The computing bounds", why, _less_beside(case) or "no setting of the offload would make it faster"
 
 
-def _python(timing: PassTiming, setting: Setting) -> tuple[str, str]:
-    return (
-        f"The host's Python bounds this run: the hooks take {_ms(timing.hook_ms)}",
-        "no setting would help, and more work for each call of a block (pixels, frames, batch) hides it",
-    )
-
-
-def _blocks(timing: PassTiming, setting: Setting) -> tuple[str, str]:
-    """Computing waits for blocks: for the copies, or for the gathers?"""
-    is_gather = timing.gather_ms > timing.h2d_ms
-    name, what = ("gather", "gathers") if is_gather else ("host link", "copies")
-    busy = max(timing.gather_ms, timing.h2d_ms)
-    bound = f"The {name} bounds this run: {what} take {_ms(busy)} and computing waits for {_ms(timing.exposed_ms)}"
-    if not setting.has_streams:
-        return bound, "no setting would help, because this device has no streams: it copies and computes in turn"
-    if busy < timing.compute_ms and setting.num_slots < 3:
-        return bound, (
-            f"as the blocks compute for {_ms(timing.compute_ms)} in all, num_slots=3 would help, with which transfers "
-            "run further ahead"
+def _less_beside(case: _Case) -> str | None:
+    """Gathers run beside computing, and take a part of the device also while they wait for slower ranks."""
+    timing, gathers = case.timing, _ms(case.timing.gather_ms)
+    if timing.gather_ms < _NEGLIGIBLE * timing.pass_ms or not case.setting.has_streams:
+        return None
+    if case.whole_ms is None:
+        return (
+            f'transfer="local" may help, which does without the gathers that run beside it for {gathers}, if whole '
+            "blocks arrive in time: these passes copied none to tell by"
         )
-    return bound, _less_gathering(timing, setting) if is_gather else _less_copying(timing, setting)
+    if case.whole_ms > _FILLED * timing.compute_ms:
+        return None
+    return (
+        f'transfer="local" would help, which does without the gathers that run beside it for {gathers}, and copies '
+        f"whole blocks in about {_ms(case.whole_ms)}, behind the computing"
+    )
 
 
-def _less_copying(timing: PassTiming, setting: Setting) -> str:
-    if setting.ranks > 1 and timing.gather_ms == 0:
+def _ranks(case: _Case) -> tuple[str, str, str]:
+    remedy = "equal work on all ranks would help"
+    if case.whole_ms is None or case.whole_ms < case.timing.pass_ms:
+        remedy += ', or transfer="local", with which no rank waits'
+    return "The other ranks bound", f"this rank waits for them for {_ms(case.timing.rank_wait_ms)}", remedy
+
+
+def _python(case: _Case) -> tuple[str, str, str]:
+    remedy = "no setting would help, and more work for each call of a block (pixels, frames, batch) hides it"
+    return "The host's Python bounds", f"the hooks take {_ms(case.timing.hook_ms)}", remedy
+
+
+def _blocks(case: _Case) -> tuple[str, str, str]:
+    """Computing waits for blocks: for the copies, or for the gathers?"""
+    timing, setting = case.timing, case.setting
+    is_gather = timing.gather_ms > timing.h2d_ms
+    bound, what = ("The gather bounds", "gathers") if is_gather else ("The host link bounds", "copies")
+    busy = max(timing.gather_ms, timing.h2d_ms)
+    why = f"computing waits for {_ms(timing.exposed_ms)}, and {what} take {_ms(busy)}"
+    if not setting.has_streams:
+        return bound, why, "no setting would help, because this device has no streams: it copies and computes in turn"
+    if busy < timing.compute_ms and setting.num_slots < 3:
+        remedy = "num_slots=3 would help, with which transfers run further ahead"
+        return bound, why, f"as the blocks compute for {_ms(timing.compute_ms)} in all, {remedy}"
+    return bound, why, _less_gathering(case) if is_gather else _less_copying(case)
+
+
+def _less_copying(case: _Case) -> str:
+    setting = case.setting
+    if setting.ranks > 1 and case.timing.gather_ms == 0:
         return f'transfer="all_gather" would help, with which each rank copies 1/{setting.ranks} of a block'
     if not setting.has_budget:
         return 'device_budget="auto" would help, with which weights stay on the device as far as there is room'
     return "more ranks would help, each of which copies its part over a link of its own"
 
 
-def _less_gathering(timing: PassTiming, setting: Setting) -> str:
-    whole = timing.h2d_ms * setting.ranks
-    if whole < timing.gather_ms:
-        return f'transfer="local" would help, with which each rank copies whole blocks in about {_ms(whole)}'
-    if not setting.has_budget:
+def _less_gathering(case: _Case) -> str:
+    if case.whole_ms is not None and case.whole_ms < case.timing.gather_ms:
+        return f'transfer="local" would help, with which each rank copies whole blocks in about {_ms(case.whole_ms)}'
+    if not case.setting.has_budget:
         return 'device_budget="auto" would help, with which blocks stay on the device as far as there is room'
+    if case.whole_ms is None and case.setting.gather == "collective":
+        return 'gather="auto" would help, with which ranks pull what stays from each other\'s devices, if these can'
     return "no setting would help, and faster links between the devices would"
 
 

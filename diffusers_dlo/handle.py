@@ -100,8 +100,9 @@ class OffloadHandle:
     def timing(self) -> Iterator[None]:
         """
         The context in which passes are timed, for the report: how long each block is copied, gathered and computed,
-        and for how long computing waits for it. It begins anew each time, and may be entered on some ranks only. The
-        first forward of a component is slower than others: leave it out.
+        and for how long computing waits for it. The report has means over the last passes of each component, 16 at
+        most. It begins anew each time, and may be entered on some ranks only. The first forward of a component is
+        slower than others: leave it out.
 
         Raises:
             `ValueError`: the offload has been disabled.

@@ -32,8 +32,8 @@ _FIGURE = {"figure": True}
 class OffloadReport:
     r"""
     Counters since enabling, of this rank; of all that streams in this process. Bytes are those that crossed a link,
-    padding included. Times are means over the passes in the last `with handle.timing():`, in milliseconds; the fields
-    for them are empty where there was none. `print` it.
+    padding included. Times are of the last `with handle.timing():`, in milliseconds: means over the last passes of
+    each component, 16 at most. The fields for them are empty where nothing was timed. `print` it.
 
     Attributes:
         host_kind (`str`): where the bytes live: `"mapped"`, `"packed"`, `"mapped+packed"` or `"pinned"`.
@@ -52,7 +52,7 @@ class OffloadReport:
         extents_per_block (`int`): how many copies this rank makes for a block, at most.
         advice (`str`): what bounds the timed passes, and which setting would help.
         blocks (`tuple[BlockTiming, ...]`): each block's copy, gather, computing and exposed wait, in streaming order.
-        timed_passes (`tuple[PassTiming, ...]`): what a pass of each component takes.
+        timed_passes (`tuple[PassTiming, ...]`): what a pass of each component takes, and how many were timed.
         host_ms_per_hook (`float`, *optional*): the host's time in one hook before or after a block.
         overlap (`float`, *optional*): the part of the transfers that hid behind computing, 0 to 1: 1 - exposed wait /
             time in which there was a copy or a gather. None also where nothing was transferred.
@@ -111,14 +111,18 @@ class OffloadReport:
         return "\n\n".join([*parts, self.advice])
 
     def _passes_table(self) -> str:
-        columns = ["component", "passes", "pass", "copies", "gathers", "computing", "exposed wait", "overlap"]
+        columns = ["component", "passes", "one pass", "copies", "gathers", "computing", "exposed wait", "overlap"]
         rows = []
         for timing in self.timed_passes:
             times = (timing.pass_ms, timing.h2d_ms, timing.gather_ms, timing.compute_ms, timing.exposed_ms)
             overlap = "-" if timing.overlap is None else f"{timing.overlap:.0%}"
-            rows.append([timing.component, str(timing.passes), *(f"{ms:,.2f}" for ms in times), overlap])
-        hooks = "" if self.host_ms_per_hook is None else f"; {self.host_ms_per_hook:.3f} on the host for each hook"
-        return render_table(f"A timed pass, mean in ms{hooks}", columns, rows)
+            left_out = timing.averaged < timing.passes
+            passes = f"last {timing.averaged} of {timing.passes}" if left_out else str(timing.passes)
+            rows.append([timing.component, passes, *(f"{ms:,.2f}" for ms in times), overlap])
+        table = render_table("Timed passes: means in ms", columns, rows)
+        if self.host_ms_per_hook is None:
+            return table
+        return f"{table}\n\nThe host takes {self.host_ms_per_hook:.3f} ms for the hook before or after a block."
 
     def _blocks_table(self) -> str:
         slowest = sorted(self.blocks, key=lambda block: (-block.exposed_ms, -block.compute_ms))[:_SLOWEST]
@@ -127,7 +131,8 @@ class OffloadReport:
             times = (block.h2d_ms, block.gather_ms, block.compute_ms, block.exposed_ms)
             rows.append([block.component, block.name, *(f"{ms:,.2f}" for ms in times)])
         columns = ["component", "block", "copy", "gather", "computing", "exposed wait"]
-        return render_table(f"Slowest of {len(self.blocks)} blocks, mean in ms", columns, rows)
+        title = f"{len(rows)} of {len(self.blocks)} blocks, those waited for longest first: means in ms"
+        return render_table(title, columns, rows)
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,7 @@ def make_report(sources: ReportSources) -> OffloadReport:
         num_slots=sources.plan.num_slots,
         has_budget=bool(sources.config.device_budget),
         has_streams=not engine.platform.waits_on_host,
+        gather=sources.config.gather,
     )
     counters = engine.counters.since(sources.start)
     return OffloadReport(
@@ -169,7 +175,7 @@ def make_report(sources: ReportSources) -> OffloadReport:
         host_shared_bytes=store.shared_nbytes,
         host_files_bytes=store.files_nbytes,
         extents_per_block=max(len(store.extents(i)) for i, layout in enumerate(store.layouts) if not layout.is_leaf),
-        advice=advise(means.passes, setting),
+        advice=advise(means.passes, means.blocks, setting),
         blocks=means.blocks,
         timed_passes=means.passes,
         host_ms_per_hook=means.ms_per_hook,

@@ -1,12 +1,12 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns the figures of timed passes: the spans of one, and the means over all of them. Must not know of devices or events:
+Owns the figures of timed passes: the spans of one, and the means over several. Must not know of devices or events:
 it is given times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,10 +28,6 @@ class Span(NamedTuple):
     def duration_ms(self) -> float:
         """How long it took."""
         return self.end_ms - self.begin_ms
-
-    def shifted(self, ms: float) -> Span:
-        """The same, `ms` later."""
-        return Span(self.kind, self.component, self.block, self.begin_ms + ms, self.end_ms + ms)
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class TimedPass:
 @dataclass(frozen=True)
 class BlockTiming:
     r"""
-    Means over the timed passes, on the device's clock, in milliseconds; 0 for what did not happen.
+    Means over the last timed passes (16 at most), on the device's clock, in milliseconds; 0 for what did not happen.
 
     Attributes:
         name (`str`), component (`str`): the block.
@@ -91,10 +87,11 @@ class BlockTiming:
 @dataclass(frozen=True)
 class PassTiming:
     r"""
-    Means over the timed passes of a component, in milliseconds.
+    Means over the last timed passes of a component, in milliseconds.
 
     Attributes:
         component (`str`), passes (`int`): how many passes of it were timed.
+        averaged (`int`): over how many of them the means are: the last ones, 16 at most.
         pass_ms (`float`): from the beginning of a forward to its end.
         h2d_ms (`float`), gather_ms (`float`): all copies, all gathers.
         transfer_ms (`float`): the time in which there was a copy or a gather; where both were at once it counts once.
@@ -106,6 +103,7 @@ class PassTiming:
 
     component: str
     passes: int
+    averaged: int
     pass_ms: float
     h2d_ms: float
     gather_ms: float
@@ -152,9 +150,15 @@ class _ComponentSums:
 
 
 class PassMeans:
-    """Means over passes, which are added one by one and not kept."""
+    """
+    Means over passes, which are added one by one.
 
-    def __init__(self) -> None:
+    Args:
+        timed (`Mapping[str, int]`): how many passes of each component were timed, if more than are added.
+    """
+
+    def __init__(self, timed: Mapping[str, int] | None = None) -> None:
+        self._timed = timed or {}
         self._components: dict[str, _ComponentSums] = {}
         self._hook_ms = 0.0
         self._hooks = 0
@@ -190,7 +194,8 @@ class PassMeans:
             made.append(
                 PassTiming(
                     component=component,
-                    passes=sums.passes,
+                    passes=max(self._timed.get(component, 0), sums.passes),
+                    averaged=sums.passes,
                     pass_ms=mean["pass"],
                     h2d_ms=mean.get(COPY, 0.0),
                     gather_ms=mean.get(GATHER, 0.0),

@@ -9,9 +9,14 @@ they have become figures. Must not make a device or the host wait before somebod
     completes laps after the forward has ended. Passes that are done for other ranks alone are left out (the lane does
     not tell of them), and so is a forward that raised or was interrupted.
 
-    Nothing waits while passes are recorded. When a forward begins, records that take nothing more, and whose events
-    the device has all reached, become times and leave their events to the next ones. A lane may be used by the service
-    thread while the main thread enters a forward, so records change under a lock.
+    While passes are recorded, nothing waits and no event is asked for its time: between two forwards the host link
+    idles, and asking takes a device longer than recording. The records of a component's last passes are kept as they
+    are; the one that is pushed out leaves its events to the next, and an event that is recorded anew has forgotten
+    what it was before.
+
+    Figures are made of what is kept when they are asked for. A device counts in single precision, which is coarse
+    after a while, so each record is read from an origin of its own. A lane may be used by the service thread while the
+    main thread enters a forward, so records change under a lock.
 
     Where there are no streams, the host copies when a block is acquired, and waits for gathers there: computing
     arrives at its wait when the hook begins. On a device it does when the stream gets to the wait.
@@ -22,7 +27,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from .device.platform import Event, Platform
@@ -31,8 +36,10 @@ from .timeline import COMPUTE, GATHER, WAIT, PassMeans, Span, TimedPass, Timelin
 from .units import Component, Unit
 
 
+MOST_PASSES = 16
+"""So many passes of a component are kept, the last ones. With 200 blocks they have 22,400 events."""
 _RECENT_SPANS = 32
-"""So many transfers of earlier passes are remembered for the timeline: those that bring the first blocks of a pass."""
+"""So many transfers of earlier passes are looked at for the timeline: those that bring the first blocks of a pass."""
 
 
 class _Visit:
@@ -44,18 +51,17 @@ class _Visit:
         self.begun: Event | None = None
         self.ended: Event | None = None
 
-    @property
-    def events(self) -> list[Event]:
-        return [event for event in (self.arrived, self.begun, self.ended) if event is not None]
-
 
 class _Record:
-    """One forward while it is recorded, and until its events have become times."""
+    """One forward, in events; `number` counts forwards of all components."""
 
-    def __init__(self, component: Component, origin: Event) -> None:
+    def __init__(self, component: Component, number: int) -> None:
         self.component = component.name
         self.order = tuple(block.layout.name for block in component.blocks)
-        self.origin = origin
+        self.number = number
+        self.events: list[Event] = []
+        "all of its events; none any more once it has been dropped"
+        self.origin: Event | None = None
         self.end: Event | None = None
         self.closed = False
         self.transfers: list[tuple[str, str, tuple[Event, Event]]] = []
@@ -64,13 +70,6 @@ class _Record:
         self.hook_seconds = 0.0
         self.hooks = 0
         self.rank_seconds = 0.0
-
-    @property
-    def events(self) -> list[Event]:
-        """All of its events but `origin`."""
-        made = [event for *_, pair in self.transfers for event in pair]
-        made += [event for visit in (*self.visits, *self.open.values()) for event in visit.events]
-        return made if self.end is None else [*made, self.end]
 
 
 class Timing:
@@ -85,17 +84,15 @@ class Timing:
         self._platform = platform
         self._lock = threading.RLock()
         self._pool: list[Event] = []
+        self._entered = 0
         self._newest: dict[str, _Record] = {}
-        self._waiting: deque[_Record] = deque()
+        self._kept: dict[str, deque[_Record]] = {}
+        "the last complete passes of each component"
+        self._timed: dict[str, int] = {}
+        "how many there were of each"
         self._gathering: dict[tuple[str, int], Event] = {}
         self._arriving: _Visit | None = None
         self._hook_began = 0.0
-        self._base: tuple[Event, float] | None = None
-        "the beginning of the pass that became times last, and its own time"
-        self._recent: deque[Span] = deque(maxlen=_RECENT_SPANS)
-        self._means = PassMeans()
-        self._last: tuple[TimedPass, list[Span]] | None = None
-        "with transfers that were queued before it"
 
     # What the engine tells
 
@@ -103,8 +100,9 @@ class Timing:
         """A forward begins."""
         with self._lock:
             self._supersede(component.name)
-            self._fold()
-            self._newest[component.name] = _Record(component, self._mark())
+            self._entered += 1
+            record = self._newest[component.name] = _Record(component, self._entered)
+            record.origin = self._mark(record)
 
     def leave(self, component: Component, complete: bool) -> None:
         """A forward has ended, or raised."""
@@ -112,7 +110,7 @@ class Timing:
             record = self._newest.get(component.name)
             if record is not None and not record.closed:
                 record.closed = True
-                record.end = self._mark() if complete else None
+                record.end = self._mark(record) if complete else None
 
     def arrive(self, unit: Unit) -> None:
         """A block is needed."""
@@ -121,24 +119,22 @@ class Timing:
         if record is not None:
             visit = self._arriving = record.open[unit.layout.name] = _Visit(unit.layout.name)
             if self._platform.waits_on_host:
-                visit.arrived = self._mark()
+                visit.arrived = self._mark(record)
 
     def begin(self, unit: Unit) -> None:
         """What is queued next computes with a block. If told twice, it has begun the first time."""
-        visit = self._open_visit(unit)
-        if visit is not None and visit.begun is None:
-            visit.begun = self._mark()
+        record, visit = self._open_visit(unit)
+        if record is not None and visit is not None and visit.begun is None:
+            visit.begun = self._mark(record)
 
     def end(self, unit: Unit) -> None:
         """A block has computed."""
-        record, visit = self._open_record(unit), self._open_visit(unit)
+        record, visit = self._open_visit(unit)
         if record is not None and visit is not None:
             del record.open[visit.block]
             if visit.begun is not None:
-                visit.ended = self._mark()
+                visit.ended = self._mark(record)
                 record.visits.append(visit)
-            else:
-                self._pool += visit.events
 
     # What hooks tell
 
@@ -157,9 +153,9 @@ class Timing:
 
     def wait(self, unit: Unit) -> None:
         """What is queued next is the wait of computing for a block."""
-        visit = self._open_visit(unit)
-        if visit is not None and visit.arrived is None:
-            visit.arrived = self._mark()
+        record, visit = self._open_visit(unit)
+        if record is not None and visit is not None and visit.arrived is None:
+            visit.arrived = self._mark(record)
 
     def new_span(self) -> tuple[Event, Event]:
         """Two events, for a transfer that is about to be queued."""
@@ -172,6 +168,7 @@ class Timing:
             if record is None:
                 self._pool += span
                 return
+            record.events += span
             record.transfers.append((kind, unit.layout.name, span))
             if kind == GATHER and self._platform.waits_on_host:
                 self._gathering[unit.component, unit.index] = span[1]
@@ -198,14 +195,25 @@ class Timing:
     # What is asked of it
 
     def figures(self) -> tuple[PassMeans, Timeline | None]:
-        """The means over the complete passes so far, and the timeline of the last one. Waits for the device."""
+        """
+        The means over the last complete passes of each component (`MOST_PASSES`), and the timeline of the last of
+        all. Waits for the device.
+        """
         with self._lock:
             for name in [name for name, record in self._newest.items() if record.closed]:
                 self._supersede(name)
-        self._platform.synchronize()
+            records = [record for kept in self._kept.values() for record in kept]
+            means = PassMeans(dict(self._timed))
+        self._platform.synchronize()  # not under the lock, which what it waits for may need
         with self._lock:
-            self._fold()
-            return self._means, Timeline.of(*self._last) if self._last is not None else None
+            records = [record for record in records if record.events]  # not dropped meanwhile
+            made = [self._convert(record) for record in records]
+            for timed in made:
+                means.add(timed)
+            if not made:
+                return means, None
+            last = max(range(len(made)), key=lambda index: records[index].number)
+            return means, Timeline.of(made[last], self._earlier(records, records[last]))
 
     # Records
 
@@ -213,9 +221,9 @@ class Timing:
         record = self._newest.get(unit.component)
         return record if record is not None and not record.closed else None
 
-    def _open_visit(self, unit: Unit) -> _Visit | None:
+    def _open_visit(self, unit: Unit) -> tuple[_Record | None, _Visit | None]:
         record = self._open_record(unit)
-        return record.open.get(unit.layout.name) if record is not None else None
+        return record, record.open.get(unit.layout.name) if record is not None else None
 
     def _event(self) -> Event:
         try:
@@ -223,8 +231,9 @@ class Timing:
         except IndexError:
             return self._platform.new_timing_event()
 
-    def _mark(self) -> Event:
+    def _mark(self, record: _Record) -> Event:
         event = self._event()
+        record.events.append(event)
         self._platform.compute_record(event)
         return event
 
@@ -233,43 +242,33 @@ class Timing:
         record = self._newest.pop(component, None)
         if record is None:
             return
-        for block in range(len(record.order)):
-            self._gathering.pop((component, block), None)
-        if record.end is not None:
-            self._waiting.append(record)
-        else:
-            self._pool += [record.origin, *record.events]
+        if self._gathering:
+            for block in range(len(record.order)):
+                self._gathering.pop((component, block), None)
+        if record.end is None:
+            self._drop(record)
+            return
+        self._timed[component] = self._timed.get(component, 0) + 1
+        kept = self._kept.setdefault(component, deque())
+        kept.append(record)
+        if len(kept) > MOST_PASSES:
+            self._drop(kept.popleft())
 
-    def _fold(self) -> None:
-        """Makes times of the records whose events have all been reached, in their order."""
-        while self._waiting:
-            events = self._waiting[0].events
-            if not all(self._platform.is_done(event) for event in reversed(events)):
-                return
-            record = self._waiting.popleft()
-            self._add(record)
-            self._pool += events
+    def _drop(self, record: _Record) -> None:
+        self._pool += record.events
+        record.events = []
 
-    def _add(self, record: _Record) -> None:
+    # Times
+
+    def _convert(self, record: _Record) -> TimedPass:
         elapsed, origin = self._platform.elapsed, record.origin
-        base = 0.0
-        if self._base is not None:
-            # Step by step: a device counts in single precision, which is coarse after a while.
-            base = self._base[1] + elapsed(self._base[0], origin)
-            self._pool.append(self._base[0])
-        self._base = origin, base
-        spans = [
-            Span(kind, record.component, block, elapsed(origin, begin), elapsed(origin, end))
-            for kind, block, (begin, end) in record.transfers
-        ]
-        earlier = [span.shifted(-base) for span in self._recent]
-        self._recent.extend(span.shifted(base) for span in spans[-_RECENT_SPANS:])
+        spans = [self._span(record, transfer, origin) for transfer in record.transfers]
         for visit in record.visits:
             begun, ended = elapsed(origin, visit.begun), elapsed(origin, visit.ended)
             arrived = elapsed(origin, visit.arrived) if visit.arrived is not None else begun
             spans.append(Span(WAIT, record.component, visit.block, arrived, begun))
             spans.append(Span(COMPUTE, record.component, visit.block, begun, ended))
-        timed = TimedPass(
+        return TimedPass(
             component=record.component,
             order=record.order,
             pass_ms=elapsed(origin, record.end),
@@ -278,5 +277,14 @@ class Timing:
             hooks=record.hooks,
             rank_wait_ms=record.rank_seconds * 1e3,
         )
-        self._means.add(timed)
-        self._last = timed, earlier
+
+    def _earlier(self, records: Sequence[_Record], last: _Record) -> list[Span]:
+        """What was transferred shortly before `last`, or in it for an earlier pass, in its time."""
+        before = sorted((record for record in records if record.number < last.number), key=lambda it: it.number)
+        queued = [(record, transfer) for record in before for transfer in record.transfers]
+        return [self._span(record, transfer, last.origin) for record, transfer in queued[-_RECENT_SPANS:]]
+
+    def _span(self, record: _Record, transfer: tuple[str, str, tuple[Event, Event]], origin: Event) -> Span:
+        kind, block, (begin, end) = transfer
+        elapsed = self._platform.elapsed
+        return Span(kind, record.component, block, elapsed(origin, begin), elapsed(origin, end))

@@ -14,10 +14,11 @@ from PIL import Image
 from diffusers_dlo import OffloadHandle, api, apply_distributed_layerwise_offload
 from diffusers_dlo.advice import Setting, advise
 from diffusers_dlo.device.platform import Platform
+from diffusers_dlo.timeline import BlockTiming, Span, covered_ms, overlap_of
 from diffusers_dlo.timeline import PassTiming as Pass
-from diffusers_dlo.timeline import Span, covered_ms, overlap_of
+from diffusers_dlo.timing import MOST_PASSES
 from tests import toys
-from tests.doubles import DelayedPlatform
+from tests.doubles import DelayedPlatform, Mark, TimingMark
 from tests.ranks import run_ranks
 from tests.test_stream_order import LateBlock, LateStack
 from tests.toys import feed, toy
@@ -108,16 +109,80 @@ def test_nothing_is_exposed_where_everything_stays_on_the_device() -> None:
         handle.remove()
 
 
-def test_events_are_used_again() -> None:
-    model, platform = toy(LateStack), DelayedPlatform(CPU)
+class NeverReadPlatform(DelayedPlatform):
+    """Refuses to be asked about events while passes are recorded."""
+
+    recording = True
+
+    def is_done(self, event: Mark) -> bool:
+        assert not (self.recording and isinstance(event, TimingMark)), "asked whether it has been reached"
+        return super().is_done(event)
+
+    def elapsed(self, start: TimingMark, end: TimingMark) -> float:
+        assert not self.recording, "asked for a time"
+        return super().elapsed(start, end)
+
+
+def test_the_last_passes_are_kept_in_events_and_converted_when_asked_for() -> None:
+    model, platform = toy(LateStack), NeverReadPlatform(CPU)
     handle = enable(model, platform)
     try:
         with handle.timing():
-            run_late(model, platform, 3)
+            run_late(model, platform, MOST_PASSES + 2)
             made = platform.timing_events
-            run_late(model, platform, 20)
-            assert platform.timing_events <= 2 * made
-        assert handle.report().timed_passes[0].passes == 23
+            a_pass = 5 * 5 + 2  # a copy, its wait and its computing; nothing to gather with one rank
+            assert made <= (MOST_PASSES + 1) * a_pass + 2, "the first pass copies its first block too"
+            run_late(model, platform, 4)
+            assert platform.timing_events == made, "those of passes that were pushed out"
+            platform.recording = False
+            (timing,) = handle.report().timed_passes
+            assert (timing.passes, timing.averaged) == (MOST_PASSES + 6, MOST_PASSES)
+            assert f"last {MOST_PASSES} of {MOST_PASSES + 6}" in str(handle.report())
+            assert handle.report().timed_passes == (timing,), "asked again, the same"
+            platform.recording = True
+            run_late(model, platform, 1)
+            platform.recording = False
+        assert handle.report().timed_passes[0].passes == MOST_PASSES + 7
+    finally:
+        platform.recording = False
+        handle.remove()
+
+
+def test_means_are_those_of_the_last_passes() -> None:
+    model, platform = toy(LateStack), DelayedPlatform(CPU, copy_seconds=0.03)
+    handle = enable(model, platform)
+    try:
+        with handle.timing():
+            run_late(model, platform, 2)
+            slow = handle.report()
+            platform.copy_seconds = 0.0
+            run_late(model, platform, MOST_PASSES + 1)
+        report = handle.report()
+        assert all(block.h2d_ms >= 30 for block in slow.blocks) and slow.timed_passes[0].averaged == 2
+        assert all(block.h2d_ms < 20 for block in report.blocks), "the slow passes have been pushed out"
+        copies = [span for span in report.timeline.spans if span.kind == "copy"]
+        assert 4 <= len(copies) <= 6 and all(span.end_ms > 0 for span in copies)
+        assert copies[0].begin_ms < report.timeline.pass_ms / 2
+    finally:
+        handle.remove()
+
+
+def test_a_pass_that_is_pushed_out_while_the_report_waits_is_left_out() -> None:
+    model, platform = toy(LateStack), DelayedPlatform(CPU)
+    handle = enable(model, platform)
+    wait = platform.synchronize
+
+    def wait_while_others_run() -> None:
+        wait()
+        platform.synchronize = wait
+        run_late(model, platform, 2)
+
+    try:
+        with handle.timing():
+            run_late(model, platform, MOST_PASSES)
+            platform.synchronize = wait_while_others_run
+            (timing,) = handle.report().timed_passes
+        assert timing.passes == MOST_PASSES and timing.averaged == MOST_PASSES - 1
     finally:
         handle.remove()
 
@@ -269,20 +334,31 @@ def test_times_on_ranks() -> None:
 # What bounds a run
 
 
-WHOLE = Pass("x", 3, 100.0, 40.0, 10.0, 45.0, 95.0, 1.0, 2.0, 0.0)
+WHOLE = Pass("x", 3, 3, 100.0, 40.0, 10.0, 45.0, 95.0, 1.0, 2.0, 0.0)
 
 
 COPIES_LONG = {"h2d_ms": 90.0, "compute_ms": 30.0, "exposed_ms": 65.0}
 GATHERS_LONG = {"h2d_ms": 50.0, "gather_ms": 90.0, "compute_ms": 30.0, "exposed_ms": 65.0}
 UNEVEN = {"h2d_ms": 60.0, "compute_ms": 80.0, "exposed_ms": 15.0}
+BESIDE = {"h2d_ms": 15.0, "gather_ms": 40.0}
+NO_COPIES = {"h2d_ms": 0.0}
 REMEDIES = (
     'device_budget="auto"',
     "more ranks",
     'transfer="all_gather"',
     'transfer="local"',
+    'gather="auto"',
     "num_slots=3",
     "no setting",
 )
+
+
+def blocks_of(timing: Pass, resident: int = 0) -> list[BlockTiming]:
+    """Ten, of which some stay, beside those of another component."""
+    streamed = timing.h2d_ms / (10 - resident)
+    rest = timing.gather_ms / 10, timing.compute_ms / 10, timing.exposed_ms / 10
+    made = [BlockTiming(f"b.{i}", timing.component, 0.0 if i < resident else streamed, *rest) for i in range(10)]
+    return [*made, BlockTiming("b.0", "other", 1000.0, 0.0, 1.0, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -296,28 +372,55 @@ REMEDIES = (
         (GATHERS_LONG | {"h2d_ms": 20.0}, (2, 2, False), "The gather", 'transfer="local"'),
         (GATHERS_LONG, (2, 2, False), "The gather", 'device_budget="auto"'),
         (GATHERS_LONG, (2, 3, True), "The gather", "no setting"),
+        (GATHERS_LONG | NO_COPIES, (2, 3, True, True, "collective"), "The gather", 'gather="auto"'),
+        (GATHERS_LONG | NO_COPIES, (2, 3, True, True, "pull"), "The gather", "no setting"),
         (UNEVEN, (2, 2, False), "The host link", "num_slots=3"),
         (UNEVEN, (2, 3, False), "The host link", 'device_budget="auto"'),
         (UNEVEN, (2, 2, False, False), "The host link", "no setting"),
         ({"compute_ms": 40.0, "hook_ms": 45.0}, (2, 2, False), "The host's Python", "no setting"),
-        ({"compute_ms": 40.0, "hook_ms": 5.0}, (2, 2, False), "The computing", "no setting"),
+        ({"compute_ms": 40.0, "hook_ms": 5.0, "gather_ms": 0.0}, (2, 2, False), "The computing", "no setting"),
         ({"compute_ms": 40.0, "rank_wait_ms": 50.0}, (2, 2, False), "The other ranks", 'transfer="local"'),
+        ({"h2d_ms": 60.0, "compute_ms": 40.0, "rank_wait_ms": 50.0}, (2, 2, False), "The other ranks", None),
+        # Gathers beside computing
+        (BESIDE, (2, 2, False), "The computing", 'transfer="local"'),
+        (BESIDE, (4, 2, False), "The computing", 'transfer="local"'),
+        (BESIDE, (5, 2, False), "The computing", "no setting"),
+        (BESIDE, (2, 3, True), "The computing", 'transfer="local"'),
+        (BESIDE | {"gather_ms": 4.0}, (2, 2, False), "The computing", "no setting"),
+        (BESIDE | {"gather_ms": 0.0}, (2, 2, False), "The computing", "no setting"),
+        (BESIDE, (2, 2, False, False), "The computing", "no setting"),
+        (BESIDE | NO_COPIES, (2, 3, True, True, "pull"), "The computing", 'transfer="local"'),
     ),
 )
-def test_advice(changes: dict[str, float], setting: tuple, bound: str, remedy: str) -> None:
-    quick = replace(WHOLE, component="quick", passes=1)
-    sentence = advise([quick, replace(WHOLE, **changes)], Setting(*setting))
+def test_advice(changes: dict[str, float], setting: tuple, bound: str, remedy: str | None) -> None:
+    quick, timing = replace(WHOLE, component="quick", passes=1), replace(WHOLE, **changes)
+    sentence = advise([quick, timing], blocks_of(timing), Setting(*setting))
     assert sentence.startswith(f"{bound} bound"), sentence
-    assert [other for other in REMEDIES if other in sentence] == [remedy], sentence
-    assert "a pass of 'x' (100 ms)" in sentence, "of the component that took most of the time"
+    assert [other for other in REMEDIES if other in sentence] == [remedy] * (remedy is not None), sentence
+    assert "a pass of 'x', which takes 100 ms, " in sentence, "of the component that took most of the time"
     assert sentence.endswith(".") and not re.search(r"\. [A-Z]", sentence), "one sentence"
 
 
 def test_advice_gives_figures() -> None:
-    said = advise([replace(WHOLE, **COPIES_LONG, gather_ms=0.0)], Setting(4, 2, False))
-    assert "copies take 90 ms and computing waits for 65 ms of a pass" in said and "1/4 of a block" in said
-    said = advise([replace(WHOLE, **GATHERS_LONG | {"h2d_ms": 20.0})], Setting(2, 2, False))
+    timing = replace(WHOLE, **COPIES_LONG, gather_ms=0.0)
+    said = advise([timing], blocks_of(timing), Setting(4, 2, False))
+    assert "computing waits for 65 ms, and copies take 90 ms; " in said and "1/4 of a block" in said
+    timing = replace(WHOLE, **GATHERS_LONG | {"h2d_ms": 20.0})
+    said = advise([timing], blocks_of(timing), Setting(2, 2, False))
     assert "gathers take 90 ms" in said and "whole blocks in about 40 ms" in said
+    timing = replace(WHOLE, **BESIDE)
+    said = advise([timing], blocks_of(timing), Setting(2, 2, False))
+    assert "beside it for 40 ms" in said and "whole blocks in about 30 ms" in said
+
+
+def test_advice_takes_blocks_that_stay_to_be_copied_too() -> None:
+    """With all shards of eight blocks of ten on the devices, two are copied; each rank would copy ten."""
+    timing = replace(WHOLE, **BESIDE | {"h2d_ms": 6.0})
+    said = advise([timing], blocks_of(timing, resident=8), Setting(2, 3, True))
+    assert "whole blocks in about 60 ms" in said
+    assert "no setting" in advise([timing], blocks_of(timing, resident=8), Setting(3, 3, True)), "90 ms of 95"
+    timing = replace(WHOLE, **GATHERS_LONG | {"h2d_ms": 10.0})
+    assert "no setting" in advise([timing], blocks_of(timing, resident=8), Setting(2, 3, True)), "100 ms, not 20"
 
 
 def test_times_that_cover_each_other_count_once() -> None:
@@ -349,7 +452,7 @@ def test_print_and_plot(tmp_path) -> None:
             model(feed(0))
         report = handle.report()
         text = str(report)
-        assert "A timed pass" in text and "Slowest of 7 blocks" in text and "for each hook" in text
+        assert "Timed passes: means in ms" in text and "5 of 7 blocks" in text and " ms for the hook" in text
         assert len(re.findall(r"^ model +blocks\.", text, re.MULTILINE)) == 5
         assert text.splitlines()[-1] == report.advice and report.advice.endswith(".")
         report.plot(tmp_path / "pass.png")
