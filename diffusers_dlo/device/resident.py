@@ -81,11 +81,15 @@ class StagingBuffer(ShardBuffer):
 
 @dataclass
 class Allocation:
-    """Memory for what is to stay of one component, by block; and the size of the staging buffers it needs."""
+    """
+    Memory for what is to stay of one component, by block; the size of the staging buffers it needs, and these buffers
+    where those that there are do not do.
+    """
 
     staging_nbytes: int = 0
     homes: dict[int, Home] = field(default_factory=dict)
     shards: dict[int, ShardBuffer] = field(default_factory=dict)
+    staging: Staging | None = None
 
 
 class Staging:
