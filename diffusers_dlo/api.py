@@ -181,10 +181,7 @@ def _prepare(
         lines = [f"streaming already: {engine.names}", f"device {platform.device.type}", f"timeout {config.timeout}"]
         lines += [f"grace {config.grace}", f"uneven {config.uneven}"]
         lines += [f"cache_dir {config.cache_dir and os.path.realpath(config.cache_dir)}"]
-        lines += [
-            f"device_budget {config.device_budget!r}",
-            f"gather {config.gather}",
-        ]  # before what follows from them
+        lines += [f"device_budget {config.device_budget!r}", f"gather {config.gather}"]  # `num_slots` follows from it
         lines += [*plan.summary_lines(), f"transfer {config.transfer}"]
         loose_lines = sample_weights(plan, owned, skip=located.ranges) if group.size > 1 else []
         said |= {"digest": digest_of(lines), "weights": digest_of(loose_lines)}

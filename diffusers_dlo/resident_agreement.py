@@ -110,7 +110,7 @@ class ResidentAgreement:
 
     def stop(self) -> None:
         """Nothing stays any more, nor will."""
-        self.step = Step.OFF
+        self.step, self._wants_return = Step.OFF, False
 
     # In rounds
 

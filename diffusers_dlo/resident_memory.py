@@ -25,7 +25,7 @@ from .gather_lane import GatherLane
 from .host.shared_file import Refused
 from .offload_plan import OffloadPlan
 from .resident_agreement import ResidentAgreement, Step
-from .retrying import add_note, unwatch, watch
+from .retrying import Retrying, add_note, watch
 from .units import Component
 
 
@@ -57,7 +57,7 @@ class ResidentMemory:
         self._components: list[Component] = []
         self._allocated: list[tuple[Component, Allocation]] = []
         self._agreement: ResidentAgreement | None = None
-        self._watched: list[nn.Module] = []
+        self._watched: list[Retrying] = []
         self._finalizers: list[weakref.finalize] = []
         self._check_budget()
         if self._wants_pull(config.gather):
@@ -94,8 +94,7 @@ class ResidentMemory:
         for component in self._components:
             component.watcher = self
         for module in placed:
-            self._watched.append(module)
-            watch(module, self)
+            self._watched += watch(module, self)
 
     def close(self) -> None:
         """The offload is taken off: placed models are as they were, and nothing is agreed any more. Idempotent."""
@@ -118,7 +117,7 @@ class ResidentMemory:
 
     def _unwatch(self) -> None:
         while self._watched:
-            unwatch(self._watched.pop(), self)
+            self._watched.pop().let_go(self)
 
     def fill(self) -> None:
         """Brings what no pass brings. All ranks together; nobody reads before all have."""
@@ -158,12 +157,12 @@ class ResidentMemory:
     def give_back(self, error: BaseException) -> bool:
         """The device is out of memory: nothing stays any more, and `error` says so. Whether anything did."""
         nbytes = sum(component.resident_nbytes for component in self._components)
-        stays = f"for device_budget={self._plan.device_budget!r} ({format_bytes(nbytes)})"
         if self._agreement is None:
             add_note(
                 error,
-                f"Weights that stay on the device {stays} cannot be given back, because the other ranks read them "
-                'there. Enable with a smaller budget, or with gather="collective".',
+                f"Weights that stay on the device for device_budget={self._plan.device_budget!r} "
+                f"({format_bytes(nbytes)}) cannot be given back, because the other ranks read them there. Enable with "
+                'a smaller budget, or with gather="collective".',
             )
             return False
         if not self._agreement.give_back():
@@ -174,8 +173,9 @@ class ResidentMemory:
         else:
             lane.seek_round()
         note = (
-            f"Weights that stayed on the device {stays} are given back and stream from now on. Try again; if that is "
-            "too slow, enable with a smaller budget."
+            f"Weights that stayed on the device for device_budget={self._plan.device_budget!r} are given back "
+            f"({format_bytes(nbytes)}) and stream from now on. Try again; if that is too slow, enable with a smaller "
+            "budget."
         )
         logger.warning(f"rank {self._engine.group.rank} is out of device memory. {note}")
         add_note(error, note)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,15 @@ class Retrying:
         self.lenders: list[Lender] = []
         functools.update_wrapper(self, self._method)
 
+    def let_go(self, lender: Lender) -> None:
+        """
+        Asks `lender` no more. Without any, the model has its own method again; what the user put there meanwhile
+        stays.
+        """
+        self.lenders = [other for other in self.lenders if other is not lender]
+        if not self.lenders and vars(self._module).get(self._name) is self:
+            del vars(self._module)[self._name]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._method(*args, **kwargs)
@@ -64,27 +74,26 @@ class Retrying:
         return getattr, (self._module, self._name)
 
 
-def watch(module: nn.Module, lender: Lender) -> None:
+def watch(module: nn.Module, lender: Lender) -> list[Retrying]:
     """
-    Has what `module` encodes and decodes be tried again with what `lender` gives back. What the user put in their
-    place stays as it is.
+    Has what `module` encodes and decodes be tried again with what `lender` gives back, until it is let go. What the
+    user has put in place of a method stays as it is.
     """
+    watched = []
     for name in _NAMES:
         found = vars(module).get(name)
-        if found is None and callable(getattr(module, name, None)):
+        if callable(getattr(module, name, None)) and (found is None or _is_its_own(found, module, name)):
             found = vars(module)[name] = Retrying(module, name)
         if isinstance(found, Retrying):
             found.lenders.append(lender)
+            watched.append(found)
+    return watched
 
 
-def unwatch(module: nn.Module, lender: Lender) -> None:
-    """Undoes `watch`. What the user put in the place of a method meanwhile stays."""
-    for name in _NAMES:
-        found = vars(module).get(name)
-        if isinstance(found, Retrying):
-            found.lenders = [other for other in found.lenders if other is not lender]
-            if not found.lenders:
-                del vars(module)[name]
+def _is_its_own(method: Any, module: nn.Module, name: str) -> bool:
+    """Whether a method on the instance is what its class has: as a copy of a watched model has it."""
+    inherited = getattr(type(module), name, None)
+    return inherited is not None and isinstance(method, MethodType) and method == MethodType(inherited, module)
 
 
 def add_note(error: BaseException, note: str) -> None:
