@@ -181,6 +181,7 @@ def _prepare(
         lines = [f"streaming already: {engine.names}", f"device {platform.device.type}", f"timeout {config.timeout}"]
         lines += [f"grace {config.grace}", f"uneven {config.uneven}"]
         lines += [f"cache_dir {config.cache_dir and os.path.realpath(config.cache_dir)}"]
+        lines += [f"device_budget {config.device_budget!r}", f"gather {config.gather}"]  # `num_slots` follows from it
         lines += [*plan.summary_lines(), f"transfer {config.transfer}"]
         loose_lines = sample_weights(plan, owned, skip=located.ranges) if group.size > 1 else []
         said |= {"digest": digest_of(lines), "weights": digest_of(loose_lines)}
@@ -263,14 +264,15 @@ def _commit(
         plan, timing = choose_transfer(store.plan, components, engine, config)
         residents = ResidentMemory(engine, plan, config)
         with group.agreement("enable: residents"):
-            undo.callback(residents.unwatch)
+            undo.callback(residents.close)
             residents.attach(components, selection.placed.values())
         residents.fill()
         handle = OffloadHandle(config, plan, engine, parts, selection.placed, store, timing)
-        handle.on_removal(residents.unwatch)
+        handle.on_removal(residents.close)
         with group.agreement("enable: hooks"):
             for part in parts:
                 part.attach_to_module(handle, handle.remove)
+            residents.end_with([part.module for part in parts])
         undo.pop_all()
     for part in parts:  # nobody can fail any more
         part.drop_all_originals()

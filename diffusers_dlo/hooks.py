@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .engine import Engine
 from .guards import PlaceholderGuard
+from .interrupts import interrupts
 from .outputs import own_output
 from .tensor_utils import iter_tensors
 from .units import Component, Unit
@@ -194,16 +195,18 @@ class ComponentHooks:
             return
         root = self._watched[0]
         if all(module._compiled_call_impl is None for module in root.modules()):
-            self._first = _FirstForward(self._component, self._acquire_submodule)
+            with interrupts:
+                self._first = _FirstForward(self._component, self._acquire_submodule)
         else:
             self._checked = True  # tracing would see the guard, and compile for it
 
     def end_first(self) -> None:
         """Ends the checks of the first forward."""
         # Also reached by the next forward: torch runs no hook after a KeyboardInterrupt.
-        if self._first is not None:
-            self._first.close()
-            self._first = None
+        with interrupts:
+            if self._first is not None:
+                self._first.close()
+                self._first = None
 
     def _acquire_submodule(self, module: nn.Module) -> None:
         """A module is about to be called: if it is part of a block that is not, it acquires that block from now on."""
@@ -219,7 +222,8 @@ class ComponentHooks:
 class _FirstForward:
     """
     What is active during the first forward: a global hook on module calls, and, while no block computes, the guard on
-    placeholders. Not inside blocks: dynamo gives up for good on what it meets under such a guard.
+    placeholders. Not inside blocks: dynamo gives up for good on what it meets under such a guard. Interrupts are
+    deferred while these go on and off: both are kept by torch, which would not take back one of them alone.
     """
 
     def __init__(self, component: Component, on_call: Callable[[nn.Module], None]) -> None:
@@ -233,16 +237,18 @@ class _FirstForward:
     def suspend(self, unit: Unit) -> None:
         """A unit computes."""
         if threading.get_ident() == self._thread:
-            self._inside.add(unit)
-            self._unwatch()
+            with interrupts:
+                self._inside.add(unit)
+                self._unwatch()
 
     def resume(self, unit: Unit) -> None:
         """A unit has computed, unless the call was one inside another of itself, or was refused to a second thread."""
         if unit.held or threading.get_ident() != self._thread:
             return
-        self._inside.discard(unit)
-        if not self._inside:
-            self._watch()
+        with interrupts:
+            self._inside.discard(unit)
+            if not self._inside:
+                self._watch()
 
     def close(self) -> None:
         """Ends it all."""

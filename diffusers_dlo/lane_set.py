@@ -13,11 +13,13 @@ import torch
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform
 from .device.resident import Allocation
+from .distributed.control import RankLost
 from .distributed.group import OffloadGroup
 from .distributed.process_end import before_exit
 from .gather_lane import GatherLane
 from .lane import Lane
 from .local_lane import LocalLane
+from .lone_gather import LoneGather
 from .pull_lane import PullLane
 from .residency import ResidentPlan
 from .timing import Timing
@@ -127,6 +129,12 @@ class LaneSet:
             local = self._lanes.get(component.lane) or self._new_lane(component.lane)
             local.admit(component, lane.num_slots)  # slots are made as they are needed, which may fail
 
+    def end_passes(self, lost: RankLost) -> None:
+        """Ranks differ in what they gathered: there are no passes any more."""
+        lane = self._lanes.get("all_gather")
+        if isinstance(lane, GatherLane) and lane.service is not None:
+            lane.service.turn.fail(lost)
+
     def _new_lane(self, kind: str, config: DistributedLayerwiseOffloadConfig | None = None) -> Lane:
         lane: Lane
         if kind == "all_gather":
@@ -134,8 +142,9 @@ class LaneSet:
             before_exit(self._before_end)
             lane = GatherLane(self._platform, self._counters, self._group, config, self._on_dropped, self._on_freed)
         elif kind == "pull":
-            assert self._group.gather is not None
-            lane = PullLane(self._platform, self._counters, self._group.gather)
+            assert config is not None
+            gathers = LoneGather(self._platform, self._group, config.timeout, self.end_passes)
+            lane = PullLane(self._platform, self._counters, self._group, gathers)
         else:
             lane = LocalLane(self._platform, self._counters)
         lane.transfers.timing = self._timing
@@ -158,6 +167,12 @@ class LaneSet:
         allocation.leaves = residents.leaves.get(name, frozenset())
         return allocation
 
+    def add_staging(self, component: Component, allocation: Allocation) -> None:
+        """Memory for the staging buffers that a component and others of its plan need, into an `allocation` of it."""
+        lane = self.of(component)
+        if isinstance(lane, GatherLane):
+            lane.add_staging(allocation)
+
     def fill(self, component: Component) -> None:
         """Brings what stays to the device now, where no pass does: all ranks together."""
         lane = self.of(component)
@@ -166,5 +181,5 @@ class LaneSet:
 
     def agreeing_lane(self, component: Component) -> GatherLane | None:
         """The lane of a component if its laps, and so what stays of it, are agreed in rounds."""
-        lane = self.of(component)
+        lane = self._lanes.get(component.lane)
         return lane if isinstance(lane, GatherLane) and lane.service is not None else None

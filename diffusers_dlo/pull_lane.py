@@ -7,9 +7,11 @@ Owns blocks whose shards all stay on the devices: a rank copies them into its sl
 from __future__ import annotations
 
 from .device.platform import Event, Platform
-from .device.ring import Slot, realign
-from .distributed.gather import InPlaceGather
+from .device.ring import Slot
+from .distributed.control import RankLost
+from .distributed.group import OffloadGroup
 from .local_lane import LocalLane
+from .lone_gather import LoneGather
 from .shard_transfer import copy, pull
 from .units import Component, Counters, Unit
 
@@ -19,27 +21,43 @@ class PullLane(LocalLane):
     As where ranks copy for themselves, but from all ranks' devices.
 
     Args:
-        gather (`InPlaceGather`): of the ranks, for what stays whole, while the offload is enabled.
+        group (`OffloadGroup`): the ranks.
+        gathers (`LoneGather`): brings what stays whole, while the offload is enabled.
     """
 
     kind = "pull"
 
-    def __init__(self, platform: Platform, counters: Counters, gather: InPlaceGather) -> None:
-        super().__init__(platform, counters, gather.rank, gather.size)
-        self._gather = gather
+    def __init__(self, platform: Platform, counters: Counters, group: OffloadGroup, gathers: LoneGather) -> None:
+        super().__init__(platform, counters, group.rank, group.size)
+        self._gathers = gathers
         self._pulls = platform.new_stream(high_priority=True)
 
     def fill(self, component: Component) -> None:
         """
         Brings everything to where it stays, and waits for it. All ranks do this together, and none may read what
-        another one has not brought.
+        another one has not brought: they agree on how it went afterwards ([Note: Lone gather]).
+
+        Raises:
+            `RankLost`: a gather failed; the group is over. Other errors: a copy failed, and no gather did.
         """
+        failure: Exception | None = None
         for block in component.blocks:
-            if block.shard is not None:
-                self._copy_shard(block)
-            else:
-                self._settle_home(block)
+            try:
+                if block.shard is not None:
+                    self._copy_shard(block)
+                else:
+                    self._settle_home(block)
+            except RankLost:
+                raise
+            except Exception as error:
+                failure = failure or error
+        for block in component.blocks:
+            if block.settled:
+                assert block.home is not None
+                self._gathers.wait(block.home.slot.ready, str(block))
         self.platform.synchronize()
+        if failure is not None:
+            raise failure
 
     def _copy_shard(self, block: Unit) -> None:
         shard = block.shard
@@ -51,20 +69,18 @@ class PullLane(LocalLane):
     def _settle_home(self, block: Unit) -> None:
         home = block.home
         assert home is not None
-        self.counters.count_h2d(home.views.copies)
+        failure: Exception | None = None
         copied = home.slot.arrived
-        self.platform.submit(self._copy, lambda: copy(home.views.copies), after=(home.slot.fence,), record=copied)
-
-        def gather() -> None:
-            if self.platform.waits_on_host:
-                self._gather.start(home.views.image, home.views.shard).wait()
-            else:
-                self._gather(home.views.image, home.views.shard)
-            realign(home.views.realigned)
-
-        self.platform.submit(self._pulls, gather, after=(copied,), record=home.slot.ready)
+        try:
+            self.platform.submit(self._copy, lambda: copy(home.views.copies), after=(home.slot.fence,), record=copied)
+            self.counters.count_h2d(home.views.copies)
+        except Exception as error:
+            failure = error
+        self._gathers.queue(self._pulls, home.views, (copied,), home.slot.ready, str(block))
         self.counters.count_gather(home.views)
         home.filled = True
+        if failure is not None:
+            raise failure
 
     def _transfer(self, slot: Slot, block: Unit, fence: Event) -> None:
         assert block.shard is not None and block.shard.filled

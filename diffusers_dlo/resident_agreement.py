@@ -8,12 +8,17 @@ all ranks agree. Must not decide which blocks stay.
     budget. Where ranks gather, laps follow from what stays whole, so all take the smallest budget of the group, in
     rounds ([Note: Rendezvous]): once all have said theirs, each allocates and says whether it could; once all could,
     it counts. Blocks come to where they stay as they are fetched for the next pass, with no more copied than without.
-    When a device is out of memory, what stays leaves in the same way, on all ranks.
+    When a device is out of memory, what stays leaves in the same way, on all ranks. The main thread may wish that
+    at any point of a round, so it is kept apart from the step, which only rounds change.
+
+    Several offloads may measure before any of them allocates. Each leaves free what the others have measured for
+    themselves and are still to take, and the highest peak of any.
 """
 
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +31,7 @@ _MARGIN_SHARE = 0.05
 
 
 class Step(enum.Enum):
-    """How far it has come."""
+    """How far it has come. `RETURNING` is only said: that a rank wishes it."""
 
     MEASURING = "measuring"
     MEASURED = "measured"
@@ -59,6 +64,9 @@ class ResidentAgreement:
     ) -> None:
         self.step = step
         self.nbytes = 0
+        self.peak_nbytes = 0
+        self._wants_return = False
+        _agreements.add(self)
         self._platform = platform
         self._allocate = allocate
         self._keep = keep
@@ -76,34 +84,39 @@ class ResidentAgreement:
         self._platform.synchronize()
         left = self._platform.memory_left()
         margin = max(_MARGIN_NBYTES, int(_MARGIN_SHARE * self._platform.memory_total))
-        self.nbytes = max((left or 0) - self._platform.peak_above_now() - margin, 0)
+        self.peak_nbytes = self._platform.peak_above_now()
+        there = [other for other in list(_agreements) if other.step is not Step.OFF]
+        taken = sum(other.nbytes for other in there if other.step is Step.MEASURED)
+        self.nbytes = max((left or 0) - taken - max(other.peak_nbytes for other in there) - margin, 0)
         self.step = Step.MEASURED
 
     def settle(self) -> None:
         """Nobody else has to agree."""
-        if self.step is Step.MEASURED:
+        if self._wants_return:
+            self._return()
+        elif self.step is Step.MEASURED:
             self._take(self.nbytes)
             self._conclude(self.step is Step.ALLOCATED)
-        elif self.step is Step.RETURNING:
-            self._return()
 
     def give_back(self) -> bool:
-        """The memory is needed for something else. Whether there is anything to give back."""
-        if self.step in (Step.OFF, Step.RETURNING):
+        """
+        The memory is needed for something else. Whether there is anything to give back. While it is still measured
+        there is not, and a forward that was too large says nothing of the next one.
+        """
+        if self._wants_return or self.step in (Step.OFF, Step.MEASURING):
             return False
-        kept = self.step in (Step.KEPT, Step.ALLOCATED)
-        self.step = Step.RETURNING
-        return kept
+        self._wants_return = True
+        return self.step in (Step.KEPT, Step.ALLOCATED)
 
     def stop(self) -> None:
         """Nothing stays any more, nor will."""
-        self.step = Step.OFF
+        self.step, self._wants_return = Step.OFF, False
 
     # In rounds
 
     def say(self) -> list[Any]:
         """What this rank says."""
-        return [self.step.value, self.nbytes]
+        return [(Step.RETURNING if self._wants_return else self.step).value, self.nbytes]
 
     def hear(self, said: list[list[Any] | None]) -> None:
         """What all ranks said, by rank; None from one that computes the components no more."""
@@ -127,5 +140,9 @@ class ResidentAgreement:
             self._return()
 
     def _return(self) -> None:
-        self.step = Step.OFF
+        self.step, self._wants_return = Step.OFF, False
         self._drop()
+
+
+_agreements: weakref.WeakSet[ResidentAgreement] = weakref.WeakSet()
+"""All of this process, which has one device."""

@@ -6,11 +6,10 @@ Must not decide which blocks stay (`residency.py`), nor when (`resident_agreemen
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from diffusers.utils import logging
@@ -20,10 +19,13 @@ from .arena import open_arena
 from .byte_size import format_bytes
 from .config import DistributedLayerwiseOffloadConfig
 from .device.resident import Allocation
+from .distributed.control import RankLost
 from .engine import Engine
+from .gather_lane import GatherLane
 from .host.shared_file import Refused
 from .offload_plan import OffloadPlan
 from .resident_agreement import ResidentAgreement, Step
+from .retrying import Retrying, add_note, watch
 from .units import Component
 
 
@@ -55,7 +57,8 @@ class ResidentMemory:
         self._components: list[Component] = []
         self._allocated: list[tuple[Component, Allocation]] = []
         self._agreement: ResidentAgreement | None = None
-        self._watched: list[tuple[nn.Module, str]] = []
+        self._watched: list[Retrying] = []
+        self._finalizers: list[weakref.finalize] = []
         self._check_budget()
         if self._wants_pull(config.gather):
             self._open(is_demanded=config.gather == "pull")
@@ -79,86 +82,92 @@ class ResidentMemory:
             for component in self._components:
                 self._engine.lanes.go_pull(component, self._config)
         if not automatic:
-            self._allocate()
+            self._allocate_budget()
             self._keep()
-        if self._parts:
-            return  # which other ranks read: it cannot be given back
-        step = Step.MEASURING if automatic else Step.KEPT
-        platform = self._engine.platform
-        self._agreement = ResidentAgreement(platform, self._try_to_allocate, self._keep, self._drop, step)
-        lane = self._engine.lanes.agreeing_lane(self._components[0])
-        if lane is not None:
-            lane.agree_on(self._components[0].name, self._agreement)
+        if not self._parts:  # which other ranks read: it cannot be given back
+            step = Step.MEASURING if automatic else Step.KEPT
+            platform = self._engine.platform
+            self._agreement = ResidentAgreement(platform, self._try_to_allocate, self._keep, self._drop, step)
+            lane = self._agreeing_lane()
+            if lane is not None:
+                lane.agree_on([component.name for component in self._components], self._agreement)
         for component in self._components:
             component.watcher = self
         for module in placed:
-            self._watch(module)
+            self._watched += watch(module, self)
 
-    def unwatch(self) -> None:
-        """Placed models are as they were. Idempotent."""
+    def close(self) -> None:
+        """The offload is taken off: placed models are as they were, and nothing is agreed any more. Idempotent."""
+        while self._finalizers:
+            self._finalizers.pop().detach()
+        self._unwatch()
+        if self._agreement is not None:
+            self._agreement.stop()
+
+    def end_with(self, modules: Sequence[nn.Module]) -> None:
+        """Placed models, which may live on, are let go with the last of these `modules`, which stream."""
+        for module in modules:
+            finalizer = weakref.finalize(module, self._lose_module)
+            finalizer.atexit = False
+            self._finalizers.append(finalizer)
+
+    def _lose_module(self) -> None:
+        if not any(finalizer.alive for finalizer in self._finalizers):
+            self._unwatch()
+
+    def _unwatch(self) -> None:
         while self._watched:
-            module, name = self._watched.pop()
-            vars(module).pop(name, None)
-
-    def _watch(self, module: nn.Module) -> None:
-        for name in ("encode", "decode"):
-            method = getattr(module, name, None)
-            if not callable(method) or name in vars(module):
-                continue
-
-            @functools.wraps(method)
-            def retrying(*args: Any, method: Callable[..., Any] = method, **kwargs: Any) -> Any:
-                try:
-                    return method(*args, **kwargs)
-                except torch.OutOfMemoryError as error:
-                    if not self.give_back(error):
-                        raise
-                self._await_return()  # here the error is gone, and with it what it kept of the first attempt
-                return method(*args, **kwargs)
-
-            vars(module)[name] = retrying
-            self._watched.append((module, name))
-
-    def _await_return(self) -> None:
-        """Waits until what stayed has left: ranks that gather agree on that between their passes."""
-        deadline = time.monotonic() + _RETURN_SECONDS
-        assert self._agreement is not None
-        while self._agreement.step is not Step.OFF and time.monotonic() < deadline:
-            time.sleep(0.01)
+            self._watched.pop().let_go(self)
 
     def fill(self) -> None:
         """Brings what no pass brings. All ranks together; nobody reads before all have."""
         if not self.pulls_all:
             return
-        with self._engine.group.agreement("enable: resident shards"):
-            for component in self._components:
+        failure: Exception | None = None
+        for component in self._components:  # all of them, and no interrupt in between: see [Note: Lone gather]
+            try:
                 self._engine.lanes.fill(component)
+            except RankLost as error:
+                failure = error
+                break
+            except Exception as error:
+                failure = failure or error
+        with self._engine.group.agreement("enable: resident shards"):
+            if failure is not None:
+                raise failure
 
     # What the engine says of forwards (`Watcher`)
 
     def begin(self) -> None:
-        assert self._agreement is not None
-        if self._engine.lanes.agreeing_lane(self._components[0]) is None:
+        if self._agreement is None:
+            return
+        if self._agreeing_lane() is None:
             self._agreement.settle()
         self._agreement.begin()
 
     def end(self, complete: bool) -> None:
-        assert self._agreement is not None
-        if complete:
-            self._agreement.end()
-            return
         error = sys.exc_info()[1]
-        if isinstance(error, torch.OutOfMemoryError):
+        if complete and self._agreement is not None:
+            self._agreement.end()
+        elif not complete and isinstance(error, torch.OutOfMemoryError):
             self.give_back(error)
+
+    # What is asked for memory (`Lender`)
 
     def give_back(self, error: BaseException) -> bool:
         """The device is out of memory: nothing stays any more, and `error` says so. Whether anything did."""
-        if self._agreement is None:
-            return False
         nbytes = sum(component.resident_nbytes for component in self._components)
+        if self._agreement is None:
+            add_note(
+                error,
+                f"Weights that stay on the device for device_budget={self._plan.device_budget!r} "
+                f"({format_bytes(nbytes)}) cannot be given back, because the other ranks read them there. Enable with "
+                'a smaller budget, or with gather="collective".',
+            )
+            return False
         if not self._agreement.give_back():
             return False
-        lane = self._engine.lanes.agreeing_lane(self._components[0])
+        lane = self._agreeing_lane()
         if lane is None:
             self._agreement.settle()
         else:
@@ -169,8 +178,33 @@ class ResidentMemory:
             "budget."
         )
         logger.warning(f"rank {self._engine.group.rank} is out of device memory. {note}")
-        error.args = (f"{error.args[0] if error.args else ''}\n{note}", *error.args[1:])
+        add_note(error, note)
         return True
+
+    def await_return(self) -> str | None:
+        """Waits until what stayed has left: ranks that gather agree on that between their passes."""
+        lane, deadline = self._agreeing_lane(), time.monotonic() + _RETURN_SECONDS
+        assert self._agreement is not None
+        turn = lane.service.turn if lane is not None and lane.service is not None else None
+        if turn is not None and turn.options.uneven == "error" and self._agreement.step is not Step.OFF:
+            return (
+                'With uneven="error" ranks agree at their next forward only, and until then the weights stay. Try '
+                'again after it, enable with a smaller budget, or with uneven="ghost".'
+            )
+        while self._agreement.step is not Step.OFF:
+            if time.monotonic() > deadline or (turn is not None and turn.failed):
+                return "The weights are still there: the other ranks have not agreed to give theirs back."
+            time.sleep(0.01)
+        return None
+
+    def _agreeing_lane(self) -> GatherLane | None:
+        return next((lane for c in self._live if (lane := self._engine.lanes.agreeing_lane(c)) is not None), None)
+
+    @property
+    def _live(self) -> list[Component]:
+        """The components that are in a lane still: some may be gone before others."""
+        lanes = [(component, self._engine.lanes.find(component.lane)) for component in self._components]
+        return [c for c, lane in lanes if lane is not None and lane.components.get(c.name) is c]
 
     # What the agreement calls
 
@@ -183,16 +217,30 @@ class ResidentMemory:
             return False
         return True
 
+    def _allocate_budget(self) -> None:
+        try:
+            self._allocate()
+        except torch.OutOfMemoryError as error:
+            add_note(
+                error,
+                f"rank {self._engine.group.rank} has no room for device_budget={self._plan.device_budget!r}, of which "
+                f"it needs {format_bytes(self._residents.nbytes)}. Enable with a smaller budget, or with "
+                'device_budget="auto", which takes what the first forward leaves free.',
+            )
+            raise
+
     def _allocate(self) -> None:
-        peers = self._peers()
-        self._allocated = [
-            (component, self._engine.lanes.allocate(component, self._residents, peers.get(component.plan.name)))
-            for component in self._components
-        ]
+        lanes, peers = self._engine.lanes, self._peers()
+        allocated = [(c, lanes.allocate(c, self._residents, peers.get(c.plan.name))) for c in self._live]
+        if allocated:
+            lanes.add_staging(*allocated[0])
+        self._allocated = allocated
 
     def _keep(self) -> None:
+        live = self._live
         for component, allocation in self._allocated:
-            self._engine.lanes.of(component).keep(component, allocation)
+            if component in live:
+                self._engine.lanes.of(component).keep(component, allocation)
         self._allocated = []
         if self._engine.group.rank == 0:
             blocks = len(self._plan.candidates)
@@ -203,13 +251,13 @@ class ResidentMemory:
 
     def _drop(self) -> None:
         self._allocated = []
-        for component in self._components:
+        for component in self._live:
             self._engine.lanes.of(component).give_back(component)
 
     def _check_budget(self) -> None:
         budget, plan = self._plan.device_budget, self._plan
         if isinstance(budget, int) and budget and not self._residents and self._engine.group.rank == 0:
-            shards = 1 if plan.components[0].transfer == "local" else plan.group_size
+            shards = max(plan.shards(component) for component in plan.components if not component.runs_once)
             largest = max(candidate.layout.shard_nbytes(shards) for candidate in plan.candidates)
             logger.warning(
                 f"device_budget={format_bytes(budget)} keeps nothing on the device: what a rank copies of the largest "

@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from diffusers.utils import logging
 
+from .byte_size import format_bytes
 from .device.platform import Event, Stream
 from .device.resident import ShardBuffer, Staging, StagingBuffer
 from .device.ring import Copies, Ring, Slot, copy_pairs, realign
@@ -26,6 +28,9 @@ from .residency import STAGING_BUFFERS
 from .timeline import COPY, GATHER
 from .transfers import Transfers
 from .units import Component, Counters, Unit
+
+
+logger = logging.get_logger(__name__)
 
 
 class ShardTransfer:
@@ -68,13 +73,35 @@ class ShardTransfer:
         """Device bytes of the staging buffers."""
         return self._staging.nbytes if self._staging is not None else 0
 
-    def fit_staging(self, components: Iterable[Component]) -> None:
-        """Makes the staging buffers that these components need, or none. Nothing may be under way."""
+    def fit_staging(self, nbytes: int) -> Staging | None:
+        """Staging buffers of `nbytes`, for `use_staging`; None where those that are in use do."""
+        return Staging(self._platform, STAGING_BUFFERS, nbytes) if nbytes > self._buffer_nbytes else None
+
+    def use_staging(self, staging: Staging) -> None:
+        """Has `staging` take the place of smaller buffers. No lap may be open."""
+        if staging.buffer_nbytes > self._buffer_nbytes:
+            self._replace_staging(staging)
+
+    def trim_staging(self, components: Iterable[Component]) -> None:
+        """As `use_staging`, with buffers that these components need, or none; none too where there is no room."""
         nbytes = max((component.staging_nbytes for component in components), default=0)
-        if self.staging_nbytes != STAGING_BUFFERS * nbytes:
-            self._staged_copies.clear()
-            self._staging = None
-            self._staging = Staging(self._platform, STAGING_BUFFERS, nbytes) if nbytes else None
+        if nbytes == self._buffer_nbytes:
+            return
+        self._replace_staging(None)
+        try:
+            self._staging = self.fit_staging(nbytes)
+        except torch.OutOfMemoryError:  # what is not staged is copied into its slot, which no other rank sees
+            logger.warning(f"No device memory for staging buffers of {format_bytes(nbytes)}: copies run less ahead.")
+
+    @property
+    def _buffer_nbytes(self) -> int:
+        return self._staging.buffer_nbytes if self._staging is not None else 0
+
+    def _replace_staging(self, staging: Staging | None) -> None:
+        if self._staging is not None:
+            self._platform.synchronize()  # copies and gathers may still use it
+        self._staged_copies.clear()
+        self._staging = staging
 
     def forget(self, component: str) -> None:
         """A component is let go."""

@@ -8,11 +8,7 @@ what is faster. Must not time anything once hooks are on, nor leave a trace in t
     each rank's own link, all ranks at the same time. Before each repetition the ranks agree, so they start together,
     and hear of one that failed. The figure of each rank is its best of three after a warm-up; that of the group is
     its slowest rank's, since the others would wait for it. All ranks compare the same two numbers, so all decide
-    alike.
-
-    Ranks agree outside of the transfers and not inside, because a rank that gave up between an agreement and its
-    gather would leave the others waiting: whatever fails in a copy, the rank takes its part in the gather first. If
-    the gather itself fails, the group is lost, which the others see while they wait.
+    alike. Ranks agree outside of the transfers and not inside ([Note: Lone gather]).
 """
 
 from __future__ import annotations
@@ -22,17 +18,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from diffusers.utils import logging
 
 from .byte_size import format_bytes
 from .config import DistributedLayerwiseOffloadConfig
 from .device.ring import realign
-from .distributed.control import GroupLost, RankLost
 from .distributed.group import OffloadGroup
 from .engine import Engine
 from .gather_lane import GatherLane
 from .host.store import Extent
+from .lone_gather import LoneGather
 from .offload_plan import OffloadPlan
 from .shard_transfer import copy
 from .units import Component, Unit
@@ -41,8 +36,6 @@ from .units import Component, Unit
 logger = logging.get_logger(__name__)
 
 _REPETITIONS = 3
-_POLL_SECONDS = 5e-5
-"""How often a gather that is timed is looked at: far more often than it takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -169,15 +162,15 @@ class _Trial:
     def __init__(self, block: Unit, engine: Engine, timeout: float) -> None:
         lane = engine.lanes.find("all_gather")
         assert isinstance(lane, GatherLane)
-        self._block, self._lane, self._timeout = block, lane, timeout
-        self._platform, self._group = engine.platform, engine.group
+        self._block, self._platform, group = block, engine.platform, engine.group
+        self._lone = LoneGather(self._platform, group, timeout, engine.lanes.end_passes)
         ring = lane.lend_ring()
         index = ring.next_slot.index
 
         def views(extents: Sequence[Extent], shards: int, rank: int) -> Any:
             return ring.views(block.layout, extents, shards, rank)[index]
 
-        self._in_shards = views(block.extents, self._group.size, self._group.rank)
+        self._in_shards = views(block.extents, group.size, group.rank)
         self._whole = views(block.store.whole_extents(block.key), 1, 0)
         self._copies = self._platform.new_stream()
         self._gathers = self._platform.new_stream(high_priority=True)
@@ -205,58 +198,8 @@ class _Trial:
             self._platform.submit(self._copies, lambda: copy(self._in_shards.copies), record=self._arrived)
         except Exception as error:
             failure = error
-        try:
-            self._gather_shards()
-        except Exception as error:
-            raise self._lose(error) from error
+        what = str(self._block)
+        self._lone.queue(self._gathers, self._in_shards, (self._arrived,), self._ready, what)
+        self._lone.wait(self._ready, what)
         if failure is not None:
             raise failure
-
-    def _gather_shards(self) -> None:
-        gather, views = self._group.gather, self._in_shards
-        assert gather is not None
-        pending: list[dist.Work] = []
-
-        def work() -> None:
-            if self._platform.waits_on_host:
-                pending.append(gather.start(views.image, views.shard))
-            else:
-                gather(views.image, views.shard)
-                realign(views.realigned)
-
-        self._platform.submit(self._gathers, work, after=(self._arrived,), record=self._ready)
-        if self._platform.waits_on_host:
-            self._wait(pending[0].is_completed)
-            pending[0].wait()  # raises if it failed
-            realign(views.realigned)
-        else:
-            self._wait(lambda: self._platform.is_done(self._ready))
-
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Waits for the other ranks, but not for one that has ended or given up."""
-        control, start = self._group.control, time.monotonic()
-        while not is_done():
-            control.check()
-            if time.monotonic() - start > self._timeout:
-                raise GroupLost(
-                    f"rank {self._group.rank} waited {self._timeout:.0f} s for the gather of {self._block}, and "
-                    f"{control.describe(control.stopped())} took no part. Look for its traceback, or raise 'timeout' "
-                    "if it is only slow."
-                )
-            time.sleep(_POLL_SECONDS)
-
-    def _lose(self, error: Exception) -> RankLost:
-        """Ranks may differ in what they gathered, so there are no passes any more: what all of them are told."""
-        lost = error if isinstance(error, RankLost) else None
-        if lost is None:
-            lost = GroupLost(
-                f"the gather of {self._block} failed on rank {self._group.rank} ({str(error).splitlines()[0]})."
-            )
-            try:
-                self._group.control.check()
-            except RankLost as explained:  # the end of another rank is why
-                lost = explained
-        self._group.control.give_up(lost)
-        if self._lane.service is not None:
-            self._lane.service.turn.fail(lost)
-        return lost

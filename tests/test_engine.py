@@ -4,13 +4,18 @@
 import gc
 import math
 import os
+import signal
+import sys
 import threading
 import time
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import _global_forward_pre_hooks
 
-from diffusers_dlo import apply_distributed_layerwise_offload
+from diffusers_dlo import apply_distributed_layerwise_offload, plan_distributed_layerwise_offload
 from tests import toys
 from tests.ranks import run_ranks
 from tests.toys import feed, toy
@@ -239,3 +244,87 @@ def test_two_models_share_the_slots_and_leave_in_any_order() -> None:
             handles[gone].remove()
             for which in range(3):
                 assert torch.equal(models[which](feed(which)), references[which](feed(which)))
+
+
+class Interrupting:
+    """Sends SIGINT at the `count`-th line that runs in some files, by default those of the engine."""
+
+    FILES = ("/lane.py", "/local_lane.py", "/gather_lane.py", "/units.py", "/managed_tensor.py", "/ring.py")
+
+    def __init__(self, count: int, files: tuple[str, ...] = FILES) -> None:
+        self.left = count
+        self._files = files
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(self._files):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def run(model: torch.nn.Module, reference: torch.nn.Module, steps: range) -> None:
+    with torch.no_grad():
+        for step in steps:
+            assert torch.equal(model(feed(step)), reference(feed(step))), step
+
+
+@pytest.mark.parametrize(
+    "transfer,fraction",
+    (
+        ("local", None),
+        ("all_gather", 0.5),
+        pytest.param("local", 0.5, marks=pytest.mark.slow),
+        pytest.param("all_gather", None, marks=pytest.mark.slow),
+    ),
+)
+def test_an_interrupt_at_any_line_leaves_the_next_forward_right(transfer: str, fraction: float | None) -> None:
+    model, reference = toy(toys.Stack, 4), toy(toys.Stack, 4)
+    budget = (
+        int(fraction * shard_bytes(plan_distributed_layerwise_offload(model), 1)) if fraction is not None else None
+    )
+    handle = apply_distributed_layerwise_offload(model, transfer=transfer, device_budget=budget)
+    run(model, reference, range(2))
+    trace = sys.gettrace()
+    for count in range(1, 2000):
+        interrupting = Interrupting(count)
+        try:
+            sys.settrace(interrupting)
+            with torch.no_grad():
+                model(feed(0))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(trace)
+        run(model, reference, range(count, count + 1))
+        if interrupting.left > 0:
+            break
+    assert count > 100
+    handle.remove()
+
+
+def test_an_interrupt_where_the_first_forward_begins_leaves_nothing_behind() -> None:
+    """Without any budget: the global hook and the guard of the first forward are put on and taken off in steps."""
+    broken: list[str] = []
+    for count in range(1, 130, 2):
+        model, reference = toy(toys.Stack, 1), toy(toys.Stack, 1)
+        handle = apply_distributed_layerwise_offload(model, transfer="local")
+        try:
+            sys.settrace(Interrupting(count, ("diffusers_dlo/hooks.py",)))
+            with torch.no_grad():
+                model(feed(0))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        try:
+            handle.remove()
+            run(model, reference, range(1))
+        except Exception as error:
+            broken.append(f"line {count}: {error!r}")
+            handle.remove()  # the second time comes through
+        finally:
+            _global_forward_pre_hooks.clear()
+    assert not broken

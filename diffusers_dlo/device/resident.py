@@ -81,13 +81,17 @@ class StagingBuffer(ShardBuffer):
 
 @dataclass
 class Allocation:
-    """Memory for what is to stay of one component, by block; and the size of the staging buffers it needs."""
+    """
+    Memory for what is to stay of one component, by block; the size of the staging buffers it needs, and these buffers
+    where those that there are do not do.
+    """
 
     staging_nbytes: int = 0
     homes: dict[int, Home] = field(default_factory=dict)
     shards: dict[int, ShardBuffer] = field(default_factory=dict)
     leaves: frozenset[int] = frozenset()
     "those that stay once they have been fetched, which takes their memory"
+    staging: Staging | None = None
 
 
 class Staging:

@@ -1,12 +1,16 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """Models of which a part stays on the device: right for every budget, and exactly what the budget says is copied."""
 
+import time
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from diffusers_dlo import apply_distributed_layerwise_offload, plan_distributed_layerwise_offload
+from diffusers_dlo import api, apply_distributed_layerwise_offload, plan_distributed_layerwise_offload
+from diffusers_dlo.device.platform import Platform
 from diffusers_dlo.residency import STAGING_BUFFERS
 from tests import toys
 from tests.parity.test_toys import CASES, ORDERS, alternate, check, check_exceptions, set_order
@@ -218,3 +222,54 @@ def _unequal_work(rank: int, size: int, gather: str, fraction: float) -> None:
 def test_unequal_work(gather: str, fraction: float) -> None:
     run_ranks(2, _unequal_work, gather, fraction)
     run_ranks(3, _unequal_work, gather, fraction)
+
+
+def run(model: torch.nn.Module, reference: torch.nn.Module, steps: range) -> None:
+    with torch.no_grad():
+        for step in steps:
+            assert torch.equal(model(feed(step)), reference(feed(step))), step
+
+
+def _a_larger_model_beside_staging(rank: int, size: int) -> None:
+    first, first_reference = toy(toys.Stack, 8), toy(toys.Stack, 8)
+    second = toy(toys.Stack, 4, toys.Block, 16, (400, 300))
+    second_reference = toy(toys.Stack, 4, toys.Block, 16, (400, 300))
+    handle = apply_distributed_layerwise_offload(
+        first, device_budget=budget_of(first, 0.9, size), gather="collective", num_slots=2, host="pinned"
+    )
+    assert handle.plan.residents.staging_nbytes
+    other = apply_distributed_layerwise_offload(second)
+    for step in range(3):
+        run(first, first_reference, range(step, step + 1))
+        run(second, second_reference, range(step, step + 1))
+    other.remove()
+    handle.remove()
+
+
+def test_staging_of_one_offload_does_not_break_a_larger_model() -> None:
+    """Staging buffers fit the offload that has them; blocks of another one may be larger. Pinned: nobody goes on."""
+    run_ranks(2, _a_larger_model_beside_staging)
+
+
+class Slow(Platform):
+    """Copies take a while to begin."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.02)
+        super().submit(*args, **kwargs)
+
+
+def _more_slots_than_blocks(rank: int, size: int) -> None:
+    model, reference = toy(toys.Stack, 3), toy(toys.Stack, 3)
+    options = {"device_budget": budget_of(model, 0.7, size), "gather": "pull", "num_slots": 6}
+    platform = Slow(torch.device("cpu")) if rank == 1 else Platform(torch.device("cpu"))
+    with patch.object(api, "get_platform", lambda device: platform):
+        handle = apply_distributed_layerwise_offload(model, transfer="all_gather", **options)
+    assert handle.plan.residents.shards == {"model": frozenset({0, 2})}
+    run(model, reference, range(3))
+    handle.remove()
+
+
+def test_a_shard_is_not_pulled_before_it_has_arrived() -> None:
+    """A lap that fetches a block twice pulls it the second time, while its gather may still be under way."""
+    run_ranks(2, _more_slots_than_blocks)
