@@ -19,9 +19,10 @@ from .checkpoint.loading import mapped_loading
 from .checkpoint.remap import load_mapped_checkpoint
 from .concurrency import ConcurrentGenerationError, generate_concurrently
 from .config import DistributedLayerwiseOffloadConfig
-from .offload_plan import OffloadPlan, plan_distributed_layerwise_offload, supports_mmap_loading
+from .offload_plan import OffloadPlan, plan_distributed_layerwise_offload
 from .pipeline_mixin import DistributedLayerwiseOffloadMixin, install
 from .report import OffloadReport
+from .selection import supports_mmap_loading
 from .transfer_choice import TransferTiming
 from .weight_value import host_view
 

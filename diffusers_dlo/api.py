@@ -22,7 +22,8 @@ from .block_discovery import Selection
 from .checkpoint.mapped import FileRange, FileStamp, Located, locate_tensors
 from .comparison import compare, digest_of, sample_weights
 from .config import DistributedLayerwiseOffloadConfig
-from .device.platform import Platform, get_platform, resolve_device
+from .device.onload import resolve_device
+from .device.platform import Platform, get_platform
 from .distributed.control import RankLost
 from .distributed.group import OffloadGroup, World, form_group, introduce, join_world, local_rank, open_gather
 from .engine import Engine
@@ -33,9 +34,10 @@ from .host.choice import create_store
 from .host.offer import files_digest, offer_mapped, rank_plans, usable_ranges
 from .host.store import HostStore
 from .interrupts import interrupts
-from .offload_plan import OffloadPlan, build_plan, find_all, select, transfers_of
+from .offload_plan import OffloadPlan, build_plan, find_all, transfers_of
 from .process_engine import get_engine, pausing
 from .resident_memory import ResidentMemory
+from .selection import select
 from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
 from .transfer_choice import choose_transfer
 from .validation import refuse_changed_before_cast, refuse_enabled, validate_module, validate_placed

@@ -22,7 +22,7 @@ from .checkpoint.container import Container, Entry, is_storable
 from .checkpoint.loading import mapped_loading
 from .checkpoint.mapped import locate_tensors
 from .config import DistributedLayerwiseOffloadConfig
-from .offload_plan import select
+from .selection import select
 
 
 logger = logging.get_logger(__name__)

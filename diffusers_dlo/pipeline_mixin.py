@@ -14,7 +14,7 @@ from .api import OffloadHandle, apply_distributed_layerwise_offload, enable, rem
 from .attachment import get_handle
 from .config import DistributedLayerwiseOffloadConfig
 from .guards import PipelineGuards
-from .offload_plan import select
+from .selection import select
 
 
 _HANDLE = "_distributed_layerwise_offload_handle"

@@ -19,7 +19,7 @@ from diffusers_dlo import (
     set_blocks_attr_names,
 )
 from diffusers_dlo.block_discovery import Selection, discover_blocks, select_components
-from diffusers_dlo.offload_plan import select
+from diffusers_dlo.selection import select
 from tests import toys, zoo
 from tests.toys import Block, toy
 

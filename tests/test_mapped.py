@@ -41,7 +41,8 @@ from diffusers_dlo.checkpoint.mapped import FileRange, Located, locate_tensors
 from diffusers_dlo.device.platform import Platform
 from diffusers_dlo.host.mapped import FileStamp, MappedStore
 from diffusers_dlo.host.packed import create_shared_file, image_offsets
-from diffusers_dlo.offload_plan import OffloadPlan, build_plan, find_all, select
+from diffusers_dlo.offload_plan import OffloadPlan, build_plan, find_all
+from diffusers_dlo.selection import select
 from diffusers_dlo.tensor_utils import owned_tensors
 from tests import toys, zoo
 from tests.ranks import run_ranks

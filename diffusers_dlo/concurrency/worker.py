@@ -30,7 +30,8 @@ from typing import Any
 import torch.distributed as dist
 import zmq
 
-from ..device.platform import default_device, get_platform
+from ..device.onload import default_device
+from ..device.platform import get_platform
 from ..distributed.group import stay_on_host
 from .messages import decode, encode
 

@@ -1,0 +1,47 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""Owns which device a rank computes on. Must not name a vendor: torch.accelerator knows what there is."""
+
+from __future__ import annotations
+
+import torch
+
+
+def default_device(local_rank: int | None) -> torch.device:
+    """
+    The accelerator of this rank, with its index, or the CPU where there is none. Who set a current device is followed;
+    otherwise ranks of a host take devices in turn.
+    """
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    index = torch.accelerator.current_device_index()
+    if index == 0 and local_rank is not None:
+        index = local_rank % torch.accelerator.device_count()
+        torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
+
+
+def resolve_device(device: torch.device | None, local_rank: int | None = None) -> torch.device:
+    """
+    `device` with its index made explicit, or the default device of the launcher's `local_rank`.
+
+    Raises:
+        `ValueError`: there is no such device on this machine.
+    """
+    if device is None:
+        return default_device(local_rank)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type != device.type:
+        raise ValueError(
+            f"'{device}' is not available: this torch sees {accelerator.type if accelerator else 'no accelerator'}. "
+            "Leave 'onload_device' out to use what there is."
+        )
+    if device.index is None:
+        return default_device(local_rank)
+    index = device.index
+    if index >= torch.accelerator.device_count():
+        raise ValueError(f"'{device}' is not available: this process sees {torch.accelerator.device_count()} devices.")
+    return torch.device(device.type, index)
