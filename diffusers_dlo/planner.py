@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from .block_layout import BlockLayout
 from .byte_size import format_bytes
 from .compute_estimate import Tokens, activation_nbytes, block_flops
 from .offload_plan import ComponentPlan, OffloadPlan
@@ -194,7 +195,7 @@ class _Planner:
         return DeviceMemory(
             slots=plan.device_slot_nbytes,
             placed=plan.device_placed_nbytes,
-            on_demand=max((leaf.nbytes for c in plan.components for leaf in c.leaves), default=0),
+            on_demand=max((leaf.nbytes for c in plan.components for leaf in _fetched(c, residents)), default=0),
             residents=residents.nbytes,
             activations=max(
                 activation_nbytes(block, self._tokens(c.name)) for c in plan.components for block in c.blocks
@@ -238,7 +239,9 @@ class _Planner:
             gather,
         )
         is_encoder = component.name in self._encoders
-        return Forward(component.name, is_encoder, simulate_forward(blocks, streaming, self._machine.links))
+        simulation = simulate_forward(blocks, streaming, self._machine.links)
+        lookups = sum(leaf.nbytes for leaf in _fetched(component, residents) if leaf.is_lookup)
+        return Forward(component.name, is_encoder, simulation, lookups / self._machine.links.h2d)
 
     def _compute_seconds(self, component: ComponentPlan) -> list[float]:
         flops = [block_flops(block, self._tokens(component.name)) for block in component.blocks]
@@ -251,6 +254,12 @@ class _Planner:
     def _streams(self, option: Option) -> bool:
         """Whether anything is copied in every pass."""
         return any(forward.simulation.h2d_nbytes for forward in option.denoisers)
+
+
+def _fetched(component: ComponentPlan, residents: ResidentPlan) -> list[BlockLayout]:
+    """The leaves of a component that do not stay."""
+    kept = residents.leaves.get(component.name, frozenset())
+    return [leaf for index, leaf in enumerate(component.leaves) if index not in kept]
 
 
 def _round_down(nbytes: int) -> int:

@@ -80,16 +80,27 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Forward:
-    """The predicted time of one forward of one component; of a text encoder, one that finds the slots empty."""
+    """
+    The predicted time of one forward of one component; of a text encoder, one that finds the slots empty. In
+    `lookup_seconds` embeddings outside the blocks come whole, over each rank's own link, while computing waits.
+    """
 
     component: str
     is_encoder: bool
     simulation: Simulation
+    lookup_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """The time."""
-        return self.simulation.first_seconds if self.is_encoder else self.simulation.seconds
+        simulated = self.simulation.first_seconds if self.is_encoder else self.simulation.seconds
+        return simulated + self.lookup_seconds
+
+    @property
+    def limit_seconds(self) -> float:
+        """The least that computing and the link allow."""
+        simulated = self.simulation
+        return max(simulated.compute_seconds, simulated.limit_seconds + self.lookup_seconds)
 
 
 @dataclass(frozen=True)
@@ -133,7 +144,7 @@ class Option:
     @property
     def limit_seconds(self) -> float:
         """What no schedule can beat, the mean likewise."""
-        return sum(forward.simulation.limit_seconds for forward in self.denoisers) / len(self.denoisers)
+        return sum(forward.limit_seconds for forward in self.denoisers) / len(self.denoisers)
 
 
 @dataclass(frozen=True)
