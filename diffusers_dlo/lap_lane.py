@@ -7,9 +7,9 @@ nor what its lap is (`laps.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,13 +23,25 @@ from .distributed.group import OffloadGroup
 from .distributed.pass_service import PassService
 from .lane import Lane
 from .laps import Lap, LapPlan
-from .resident_agreement import ResidentAgreement
 from .shard_transfer import ShardTransfer
 from .units import Component, Counters, Unit
 
 
 _SETTLE_SECONDS = 5.0
 """How long after a loss gathers that all ranks had begun may take to complete."""
+
+
+class AgreedResidents(Protocol):
+    """What stays on the device, where that is agreed in rounds."""
+
+    def say(self) -> list[Any]:
+        """What this rank says in a round."""
+
+    def hear(self, said: list[list[Any] | None]) -> None:
+        """What all ranks said, by rank. No lap is open."""
+
+    def stop(self) -> None:
+        """There are no rounds any more, and nothing stays."""
 
 
 class LapLane(Lane):
@@ -68,7 +80,7 @@ class LapLane(Lane):
         self._shards: ShardTransfer | None = None
         if group.gather is not None:
             self._shards = ShardTransfer(self.transfers, counters, self._copy, self._comm, group.gather, self._settle)
-        self._residents: dict[str, tuple[set[str], ResidentAgreement]] = {}
+        self._residents: dict[str, AgreedResidents] = {}
         self.service: PassService | None = None
         if group.passes is not None:
             self.service = PassService(group.passes, self, options, group.world.rank)
@@ -102,7 +114,7 @@ class LapLane(Lane):
     def remove(self, component: Component, shrink: bool = True) -> None:
         super().remove(component, shrink)
         self._abandoned.discard(component.name)
-        self._forget_residents(component.name)
+        self._residents.pop(component.name, None)
         if not self.components:
             self.close()
 
@@ -123,15 +135,11 @@ class LapLane(Lane):
         if self._abandoned == set(self.components):
             self.service.turn.say_goodbye()
 
-    def agree_on(self, names: Sequence[str], residents: ResidentAgreement) -> None:
-        """What stays of the components `names` is agreed in rounds, for as long as one of them is here."""
-        self._residents["+".join(names)] = set(names), residents
-
-    def _forget_residents(self, name: str) -> None:
-        for key, (names, _) in list(self._residents.items()):
-            names.discard(name)
-            if not names:
-                del self._residents[key]
+    def agree_on(self, key: str, residents: AgreedResidents) -> None:
+        """
+        What stays of the component `key`, and others of its offload, is agreed in rounds for as long as it is here.
+        """
+        self._residents[key] = residents
 
     def seek_round(self) -> None:
         """Has the ranks hear soon what this one says, whether or not any asks for a pass."""
@@ -168,7 +176,7 @@ class LapLane(Lane):
         """
         if self.service is not None:
             self.service.stop()
-        for _, residents in self._residents.values():
+        for residents in self._residents.values():
             residents.stop()
         for component in self.components.values():
             self.give_back(component)
@@ -242,11 +250,11 @@ class LapLane(Lane):
 
     def describe_state(self) -> dict[str, Any]:
         said = self._plan.describe(self.ring.seq if self.ring else 0, self.components, self._abandoned)
-        return said | {"residents": {key: residents.say() for key, (_, residents) in self._residents.items()}}
+        return said | {"residents": {key: residents.say() for key, residents in self._residents.items()}}
 
     def grant(self, replies: list[dict[str, Any]]) -> str | None:
         component = self._plan.choose(self.rank, replies, self.components)
-        for key, (_, residents) in list(self._residents.items()):
+        for key, residents in list(self._residents.items()):
             residents.hear([reply["residents"].get(key) for reply in replies])
         if component is None:
             return None
@@ -289,7 +297,7 @@ class LapLane(Lane):
         for name in sorted(set.intersection(*(set(reply["abandoned"]) for reply in replies))):
             component = self.components.pop(name)
             self._abandoned.discard(name)
-            self._forget_residents(name)
+            self._residents.pop(name, None)
             self._dropped.append(component)
             if self.ring is not None:
                 self.ring.forget(name)

@@ -52,6 +52,7 @@ class ResidentAgreement:
         keep (`Callable[[], None]`): has what was allocated stay.
         drop (`Callable[[], None]`): lets go of what was allocated, or stays.
         step (`Step`): where it begins.
+        most_nbytes (`int`): more could not be used.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class ResidentAgreement:
         keep: Callable[[], None],
         drop: Callable[[], None],
         step: Step,
+        most_nbytes: int = 1 << 62,
     ) -> None:
         self.step = step
         self.nbytes = 0
         self.peak_nbytes = 0
         self._wants_return = False
+        self._most_nbytes = most_nbytes
         _agreements.add(self)
         self._platform = platform
         self._allocate = allocate
@@ -87,7 +90,8 @@ class ResidentAgreement:
         self.peak_nbytes = self._platform.peak_above_now()
         there = [other for other in list(_agreements) if other.step is not Step.OFF]
         taken = sum(other.nbytes for other in there if other.step is Step.MEASURED)
-        self.nbytes = max((left or 0) - taken - max(other.peak_nbytes for other in there) - margin, 0)
+        nbytes = (left or 0) - taken - max(other.peak_nbytes for other in there) - margin
+        self.nbytes = max(min(nbytes, self._most_nbytes), 0)
         self.step = Step.MEASURED
 
     def settle(self) -> None:

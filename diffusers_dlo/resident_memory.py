@@ -86,11 +86,13 @@ class ResidentMemory:
             self._keep()
         if not self._parts:  # which other ranks read: it cannot be given back
             step = Step.MEASURING if automatic else Step.KEPT
-            platform = self._engine.platform
-            self._agreement = ResidentAgreement(platform, self._try_to_allocate, self._keep, self._drop, step)
+            most = self._plan.residents_for(1 << 62).nbytes
+            self._agreement = ResidentAgreement(
+                self._engine.platform, self._try_to_allocate, self._keep, self._drop, step, most
+            )
             lane = self._agreeing_lane()
             if lane is not None:
-                lane.agree_on([component.name for component in self._components], self._agreement)
+                lane.agree_on(self._components[0].name, self._agreement)
         for component in self._components:
             component.watcher = self
         for module in placed:
@@ -202,7 +204,7 @@ class ResidentMemory:
 
     @property
     def _live(self) -> list[Component]:
-        """The components that are in a lane still: some may be gone before others."""
+        """The components that are in a lane still: a model may be gone before what watches it."""
         lanes = [(component, self._engine.lanes.find(component.lane)) for component in self._components]
         return [c for c, lane in lanes if lane is not None and lane.components.get(c.name) is c]
 

@@ -282,9 +282,8 @@ def run(model: torch.nn.Module, reference: torch.nn.Module, steps: range) -> Non
 )
 def test_an_interrupt_at_any_line_leaves_the_next_forward_right(transfer: str, fraction: float | None) -> None:
     model, reference = toy(toys.Stack, 4), toy(toys.Stack, 4)
-    budget = (
-        int(fraction * shard_bytes(plan_distributed_layerwise_offload(model), 1)) if fraction is not None else None
-    )
+    every = shard_bytes(plan_distributed_layerwise_offload(model), 1)
+    budget = int(fraction * every) if fraction is not None else None
     handle = apply_distributed_layerwise_offload(model, transfer=transfer, device_budget=budget)
     run(model, reference, range(2))
     trace = sys.gettrace()

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from diffusers_dlo import api, apply_distributed_layerwise_offload, plan_distributed_layerwise_offload, pull_lane
+from diffusers_dlo.block_discovery import Selection
+from diffusers_dlo.byte_size import format_bytes
 from diffusers_dlo.device.platform import Platform
 from diffusers_dlo.resident_agreement import ResidentAgreement, Step
 from tests import toys
@@ -359,11 +361,13 @@ def _enable_without_room(rank: int, size: int) -> str:
 
 
 def test_a_budget_that_the_device_does_not_have_is_named() -> None:
-    assert "device_budget" in _enable_without_room(0, 1)
+    said = _enable_without_room(0, 1)
+    assert "Tried to allocate 2 GiB" in said and "device_budget=" in said and "smaller budget" in said
 
 
 def _filling_fails(rank: int, size: int) -> float:
     model = toy(toys.Stack, 6)
+    budget = int(1.4 * streamed_nbytes(model, size))
     start = time.monotonic()
 
     def fail(self: pull_lane.PullLane, block: Any) -> None:
@@ -372,16 +376,91 @@ def _filling_fails(rank: int, size: int) -> float:
     original = pull_lane.PullLane._settle_home
     with patch.object(pull_lane.PullLane, "_settle_home", fail if rank == 1 else original):
         with pytest.raises(RuntimeError):
-            apply_distributed_layerwise_offload(
-                model, device_budget=int(1.4 * streamed_nbytes(model, size)), timeout=2.0
-            )
+            apply_distributed_layerwise_offload(model, device_budget=budget, timeout=2.0)
     elapsed = time.monotonic() - start
     if rank == 1:
         time.sleep(3)  # it lives on, as a rank does that reports the error
     return elapsed
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_while_filling_does_not_leave_the_others_in_a_gather() -> None:
     """The gather of a whole block in `fill` is waited for without a limit, and not with an eye on the other ranks."""
     elapsed = run_ranks(2, _filling_fails, timeout=60.0)
     assert max(elapsed) < 4.5, f"ranks waited {elapsed} s with a timeout of 2 s"
+
+
+def _copying_fails_while_filling(rank: int, size: int) -> None:
+    model, reference = toy(toys.Stack, 6), toy(toys.Stack, 6)
+    budget = int(1.4 * streamed_nbytes(model, size))
+
+    def fail(copies: Any) -> None:
+        raise ValueError("the copy failed")
+
+    with patch.object(pull_lane, "copy", fail if rank == 1 else pull_lane.copy):
+        with pytest.raises(ValueError, match="the copy failed" if rank == 1 else "rank 1 failed: the copy failed"):
+            apply_distributed_layerwise_offload(model, device_budget=budget, timeout=30.0)
+    handle = apply_distributed_layerwise_offload(model, device_budget=budget)  # the group is as it was
+    run(model, reference, range(2))
+    handle.remove()
+
+
+def test_a_failed_copy_while_filling_leaves_the_group_as_it_was() -> None:
+    run_ranks(2, _copying_fails_while_filling)
+
+
+@pytest.mark.parametrize("peak", (0.0, 1.0))
+def test_two_offloads_that_measure_before_either_allocates_share_what_is_left(peak: float) -> None:
+    """Room for one and a half models, of which the first one's forward takes none, or one."""
+    models = [toy(toys.Stack, 6) for _ in range(2)]
+    every = streamed_nbytes(models[0], 1)
+    platform = roomy(int(1.5 * every))
+    handles = [enable(model, platform, device_budget="auto") for model in models]
+    for model, platform.forward in zip(models, (int(peak * every), 0)):
+        run(model, toy(toys.Stack, 6), range(1))
+    for model in models:
+        run(model, toy(toys.Stack, 6), range(1, 4))
+    kept = handles[0].report().resident_bytes  # of all offloads of the process
+    for handle in handles:
+        handle.remove()
+    assert (1.0 - 0.7 * peak) * every < kept <= (1.5 - peak) * every
+
+
+def _little_budget_beside_an_encoder(rank: int, size: int) -> str:
+    models = {"text_encoder": toy(toys.Stack, 3), "transformer": toy(toys.Stack, 5)}
+    selection = Selection(models, frozenset({"text_encoder"}), {})
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("diffusers_dlo.resident_memory").addHandler(handler)
+    handle = api.enable(lambda _: selection, None, {"device_budget": 100})
+    blocks = handle.plan.components[1].blocks
+    handle.remove()
+    whole, half = (format_bytes(max(block.shard_nbytes(count) for block in blocks)) for count in (1, 2))
+    assert whole != half
+    return " ".join(records).replace(half, "half a block")
+
+
+def test_what_a_rank_copies_beside_a_local_encoder_is_a_shard() -> None:
+    assert "block takes half a block" in run_ranks(2, _little_budget_beside_an_encoder)[0]
+
+
+def _pulled_without_memory(rank: int, size: int) -> None:
+    for fraction, gather in ((1.0, "auto"), (0.7, "pull")):
+        model, reference = toy(Greedy, 6), toy(toys.Stack, 6)
+        budget = int(fraction * streamed_nbytes(model, size))
+        handle = apply_distributed_layerwise_offload(model, device_budget=budget, gather=gather)
+        run(model, reference, range(2))
+        kept = handle.report().resident_bytes
+        if rank == 0:
+            model.full = True
+            with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="the other ranks read them.*smaller"):
+                model(feed(0))
+            model.full = False
+        run(model, reference, range(2))
+        assert handle.report().resident_bytes == kept > 0
+        handle.remove()
+
+
+def test_what_other_ranks_read_cannot_be_given_back_and_that_is_said() -> None:
+    run_ranks(2, _pulled_without_memory)

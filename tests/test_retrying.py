@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import pickle
 import time
 from typing import Any
 from unittest.mock import patch
@@ -166,3 +167,61 @@ def test_a_decoder_of_two_pipelines_is_watched_until_the_second_is_disabled() ->
         vae.decode(feed(0))
     finally:
         second.remove()
+
+
+def test_what_is_pickled_of_a_watched_decoder_has_its_own_weights() -> None:
+    pipe, _, vae = _pipeline()
+    handle = pipe.enable_distributed_layerwise_offload(**_OPTIONS, device_budget=1 << 20)
+    other = pickle.loads(pickle.dumps(vae))
+    handle.remove()
+    with torch.no_grad():
+        other.weight.fill_(5.0)
+        assert torch.equal(other.decode(feed(0)), feed(0).sum() * torch.full((3,), 5.0))
+
+
+def test_a_copy_of_a_watched_decoder_is_watched_where_it_is_placed() -> None:
+    pipe, _, vae = _pipeline()
+    pipe.enable_distributed_layerwise_offload(**_OPTIONS, device_budget=1 << 20)
+    other = Pipeline(toy(toys.Stack, 6), copy.deepcopy(vae))
+    pipe.disable_distributed_layerwise_offload()
+    handle = other.enable_distributed_layerwise_offload(**_OPTIONS, device_budget=1 << 20)
+    other.vae.failures = 1
+    other.vae.decode(feed(0))
+    assert other.vae.calls == 2 and vae.calls == 0
+    handle.remove()
+    assert "decode" not in vars(other.vae)
+
+
+def test_a_wrapper_that_the_user_put_around_it_outlives_the_offload() -> None:
+    pipe, _, vae = _pipeline()
+    handle = pipe.enable_distributed_layerwise_offload(**_OPTIONS, device_budget=1 << 20)
+    watched = vae.decode
+    vae.decode = lambda x: watched(x) * 2
+    handle.remove()
+    with torch.no_grad():
+        assert torch.equal(vae.decode(feed(0)), 2 * feed(0).sum() * torch.ones(3))
+    vae.failures = 1
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        vae.decode(feed(0))
+    assert vae.calls == 2 and "given back" not in str(caught.value)
+
+
+def _strict_ranks_twice(rank: int, size: int) -> None:
+    pipe, transformer, vae = _pipeline()
+    reference = toy(toys.Stack, 6)
+    options = {**_OPTIONS, "device_budget": 1 << 20, "gather": "collective", "uneven": "error"}
+    handle = pipe.enable_distributed_layerwise_offload(**options)
+    run(transformer, reference, range(2))
+    if rank == 0:
+        vae.failures = 2
+        with pytest.raises(torch.OutOfMemoryError, match='uneven="error"'):
+            vae.decode(feed(0))
+    run(transformer, reference, range(2))
+    handle.join()
+    assert handle.report().resident_bytes == 0
+    vae.decode(feed(0))
+    handle.remove()
+
+
+def test_strict_ranks_say_that_memory_comes_at_the_next_forward() -> None:
+    run_ranks(2, _strict_ranks_twice)

@@ -282,6 +282,13 @@ def _other_hosts_option(rank: int, size: int) -> None:
     ):
         with pytest.raises(RuntimeError, match="do not have the same model or options.*(host|timeout)"):
             apply_distributed_layerwise_offload(model, **options)
+    for name, options in (
+        ("device_budget", {"device_budget": (None, "auto")[rank]}),  # `num_slots` differs too
+        ("device_budget", {"device_budget": ("1MiB", "2MiB")[rank]}),
+        ("gather", {"device_budget": "1MiB", "gather": ("auto", "collective")[rank]}),
+    ):
+        with pytest.raises(RuntimeError, match=f"first difference is: rank 0: {name} .*; rank 1: {name} "):
+            apply_distributed_layerwise_offload(model, **options)
     works(model, rank)
 
 
