@@ -20,8 +20,9 @@ from diffusers_dlo.device.platform import Platform
 from diffusers_dlo.distributed.group import World, form_group, introduce
 from diffusers_dlo.host import packed, pinned
 from diffusers_dlo.host.choice import create_store
-from diffusers_dlo.host.packed import PackedStore, create_shared_file, image_offsets
+from diffusers_dlo.host.packed import PackedStore, image_offsets
 from diffusers_dlo.host.pinned import PinnedStore
+from diffusers_dlo.host.shared_file import create_shared_file
 from diffusers_dlo.host.store import HostStore, copy_range
 from tests import toys, zoo
 from tests.toys import feed, toy

@@ -40,7 +40,8 @@ from diffusers_dlo import (
 from diffusers_dlo.checkpoint.mapped import FileRange, Located, locate_tensors
 from diffusers_dlo.device.platform import Platform
 from diffusers_dlo.host.mapped import FileStamp, MappedStore
-from diffusers_dlo.host.packed import create_shared_file, image_offsets
+from diffusers_dlo.host.packed import image_offsets
+from diffusers_dlo.host.shared_file import create_shared_file
 from diffusers_dlo.offload_plan import OffloadPlan, build_plan, find_all
 from diffusers_dlo.selection import select
 from diffusers_dlo.tensor_utils import owned_tensors
