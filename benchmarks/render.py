@@ -6,6 +6,7 @@ shows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,11 +154,16 @@ def to_markdown(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
+def _spot(nbytes: float, ms: float) -> tuple[int, int]:
+    """Equal for points that lie on each other, or nearly so."""
+    return round(nbytes / GIB / 1.5), round(12 * math.log(max(ms, 1e-3)))
+
+
 def plot(comparison: Comparison, path: Path) -> None:
     """Time against device memory, a panel for each workload; where the device has no peak, its weights."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     groups = rows_by_workload(comparison)
     figure = Figure(figsize=(5.2 * max(len(groups), 1), 4.6), layout="constrained")
@@ -165,6 +171,7 @@ def plot(comparison: Comparison, path: Path) -> None:
     panels = figure.subplots(1, max(len(groups), 1), squeeze=False)[0]
     for panel, (title, rows) in zip(panels, groups):
         points = []
+        labels: dict[tuple[int, int], list[tuple[float, dict[str, Any]]]] = {}
         for row in rows:
             memory = row["device_peak_nbytes"] or row["device_weights_nbytes"]
             if memory is None:
@@ -174,12 +181,18 @@ def plot(comparison: Comparison, path: Path) -> None:
             # Filled where the outputs have the right bits.
             face = color if row["bit_equal"] else "none"
             panel.scatter(memory / GIB, row["median_ms"], s=36, color=color, facecolors=face)
+            labels.setdefault(_spot(memory, row["median_ms"]), []).append((memory / GIB, row))
+        for together in labels.values():  # points that lie on each other have one label
+            memory, row = together[0]
+            names = "\n".join(row["variant"] for _, row in together)
+            below = row["family"] == "dlo"
             panel.annotate(
-                row["variant"],
-                (memory / GIB, row["median_ms"]),
+                names,
+                (memory, row["median_ms"]),
                 fontsize=6,
-                xytext=(4, 3),
+                xytext=(5, -4 if below else 3),
                 textcoords="offset points",
+                va="top" if below else "bottom",
             )
         compute = next((row["compute_ms"] for row in rows if row["compute_ms"] is not None), None)
         if compute is not None:
@@ -187,10 +200,13 @@ def plot(comparison: Comparison, path: Path) -> None:
             panel.legend(fontsize=7, loc="upper right")
         if points:
             panel.set_yscale("log")
-        panel.margins(x=0.25)
+            panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            panel.yaxis.set_minor_formatter(StrMethodFormatter("{x:,.0f}"))
+            panel.tick_params(axis="y", which="both", labelsize=6)
+        panel.margins(x=0.25, y=0.15)
         panel.xaxis.set_major_locator(MaxNLocator(5))
         panel.set_title(title, fontsize=8)
         panel.set_xlabel("device memory, GiB")
         panel.set_ylabel("a forward, ms")
     figure.suptitle(f"{describe_model(comparison)}\n{comparison.machine['device']}", fontsize=8)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=110)
