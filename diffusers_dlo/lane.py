@@ -15,9 +15,9 @@ computes, and fetching. Must not decide what is fetched next, nor touch modules:
     a block, and a held slot is never taken. What a slot holds is read off its stamp, so an exception, a skipped block
     or an odd count cannot make a stale slot look right.
 
-    When a forward is complete, no slot is held, and the next one is fetched into, or this rank's shard of it copied, so
-    that the link is busy until the next forward (`_fetch_first`). What was copied ahead is noted on the slot; whoever
-    writes to the slot next waits for that copy, unless it is of the very block that is fetched then.
+    When a forward is complete, no slot is held, and the next block, or this rank's shard of it, is copied, so that the
+    link is busy until the next forward (`_fetch_first`). A slot says what was copied ahead into it; whoever writes to
+    it next waits for that copy, unless it is of the very block that is fetched then.
 """
 
 from __future__ import annotations
