@@ -22,7 +22,7 @@ computes, and fetching. Must not decide what is fetched next, nor touch modules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 
 from .caller import Caller
 from .device.platform import Event, Platform
-from .device.resident import Allocation, Home, new_shard
+from .device.resident import Allocation
 from .device.ring import Ring, Slot, Stamp, realign
 from .interrupts import interrupts
 from .shard_transfer import copy
@@ -104,27 +104,6 @@ class Lane:
                 self._fit_ring()
         elif self.ring is not None:
             self.ring.forget(component.name)
-
-    def allocate(
-        self,
-        component: Component,
-        whole: Iterable[int],
-        shards: Mapping[int, Sequence[torch.Tensor]],
-        staging_nbytes: int = 0,
-    ) -> Allocation:
-        """
-        Memory for what is to stay: blocks that stay `whole`, and others of which this rank's shard does, with the
-        places of all ranks' `shards` of it, if they can be read.
-        """
-        allocation = Allocation(staging_nbytes)
-        for index in whole:
-            layout, extents = component.blocks[index].layout, component.blocks[index].extents
-            allocation.homes[index] = Home(self.platform, layout, extents, self.size, self.rank)
-        for index, peers in shards.items():
-            nbytes = component.blocks[index].layout.shard_nbytes(self.size)
-            extents = component.blocks[index].extents
-            allocation.shards[index] = new_shard(self.platform, nbytes, extents, peers, self.rank)
-        return allocation
 
     def keep(self, component: Component, allocation: Allocation) -> None:
         """Has blocks and shards of a component stay, from their next fetch on."""

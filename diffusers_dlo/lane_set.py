@@ -12,7 +12,7 @@ import torch
 
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform
-from .device.resident import Allocation
+from .device.resident import Allocation, Home, new_shard
 from .distributed.control import RankLost
 from .distributed.group import OffloadGroup
 from .distributed.process_end import before_exit
@@ -160,11 +160,15 @@ class LaneSet:
         Memory for what `residents` says of a component. `peers` are the places of all ranks' shards, by block, where
         each rank can read them.
         """
-        name = component.plan.name
-        shards = {block: peers[block] if peers else () for block in residents.shards.get(name, ())}
-        whole = residents.whole.get(name, ())
-        allocation = self.of(component).allocate(component, whole, shards, residents.staging_nbytes)
-        allocation.leaves = residents.leaves.get(name, frozenset())
+        name, lane = component.plan.name, self.of(component)
+        allocation = Allocation(residents.staging_nbytes, leaves=residents.leaves.get(name, frozenset()))
+        for index in residents.whole.get(name, ()):
+            block = component.blocks[index]
+            allocation.homes[index] = Home(lane.platform, block.layout, block.extents, lane.size, lane.rank)
+        for index in residents.shards.get(name, ()):
+            block = component.blocks[index]
+            nbytes, places = block.layout.shard_nbytes(lane.size), peers[index] if peers else ()
+            allocation.shards[index] = new_shard(lane.platform, nbytes, block.extents, places, lane.rank)
         return allocation
 
     def add_staging(self, component: Component, allocation: Allocation) -> None:
