@@ -77,17 +77,19 @@ class Variant:
             return 0 if self.family == "resident" else None
         stays = float(self.budget or 0.0)
         shards = ranks if self.shares_links else 1
-        return round((1 - stays) * facts.blocks_nbytes / shards) + facts.leaf_nbytes // shards
+        leaves = 0 if self.budget else facts.leaf_nbytes // shards  # a budget pays for them first
+        return round((1 - stays) * facts.blocks_nbytes / shards) + leaves
 
 
 def budget_nbytes(fraction: float, facts: ModelFacts, shards: int) -> int:
     """
-    Device bytes for a part of what a rank copies. Where more than half of it stays, there is room for two staging
-    buffers of the size of a shard beside it, which a budget also has to pay for; but not where all of it stays.
+    Device bytes for a part of what a rank copies for blocks, and for the embedding outside them, which stays first.
+    Where more than half of it stays, there is room for two staging buffers of the size of a shard beside it, which a
+    budget also has to pay for; but not where all of it stays.
     """
     shard = -(-facts.block_nbytes // (256 * shards)) * 256
     staging = 2 * shard if 0.5 < fraction < 1 and shards > 1 else 0
-    return round(SLACK * round(fraction * facts.layers) * shard) + staging
+    return round(SLACK * (round(fraction * facts.layers) * shard + facts.leaf_nbytes)) + staging
 
 
 def all_variants(ranks: int) -> list[Variant]:

@@ -30,7 +30,7 @@ def parse_bytes(value: int | str, name: str) -> int:
             raise ValueError(f"'{name}' must not be negative, got {value}.")
         return value
     if not isinstance(value, str):
-        raise TypeError(f"'{name}' must be a number of bytes or text such as '40GiB', got {value!r}.")
+        raise TypeError(f"'{name}' must be a whole number of bytes or text such as '40GiB', got {value!r}.")
     match = _AMOUNT.fullmatch(value)
     factor = _UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None or not math.isfinite(float(match[1])):

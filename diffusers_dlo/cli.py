@@ -140,9 +140,9 @@ def _rate(text: str) -> float:
 
 def _bytes(text: str) -> int:
     try:
-        return parse_bytes(text, "it")
+        return parse_bytes(text, "amount")
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(str(error).removeprefix("'amount' ")) from error
 
 
 def _budget(text: str) -> int | str:

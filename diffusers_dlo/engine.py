@@ -99,6 +99,7 @@ class Engine:
         """Closes the store of a component, unless another one's weights are in it too."""
         store = component.store
         if all(unit.store is not store for other in list(self._components.values()) for unit in other.units):
+            self.platform.synchronize()  # copies ahead may still read it
             store.close()
 
     @property

@@ -16,10 +16,6 @@ from .lap_lane import LapLane
 from .units import Component, Unit
 
 
-_SETTLE_SECONDS = 5.0
-"""How long after a loss gathers that all ranks had begun may take to complete."""
-
-
 class GatherLane(LapLane):
     """
     Blocks that ranks gather from their shards. When a pass begins and who drives it is up to the `PassService`; alone,

@@ -4,11 +4,13 @@ Owns the part of the state machine that all kinds of transfer share: which block
 computes, and fetching. Must not decide what is fetched next, nor touch modules: it points tensors.
 
 [Note: Slot reuse]
-    A fetch into a slot waits, on the copy stream, for one event: the slot's `free`, which the release of the block
-    that last used it recorded on whatever stream that block computed on. If nothing has used the slot since the fetch
-    before (its block was skipped, or this rank does a pass for others), it waits for that fetch's `ready` instead: the
-    gather of a slower rank may still read this rank's shard there. Computing waits for the slot's `ready`, recorded
-    after the gather (after the copy, where there is none). The host waits for neither.
+    Whoever first writes to a slot in a fetch (the copy; or the gather, where this rank's shard is staged or stays)
+    waits on its stream for one event: the slot's `free`, which the release of the block that last used it recorded on
+    whatever stream that block computed on. If nothing has used the slot since the fetch before (its block was skipped,
+    or this rank does a pass for others), it waits for that fetch's `ready` instead: the gather of a slower rank may
+    still read this rank's shard there. Computing waits for the slot's `ready`, recorded after the gather (after the
+    copy, where there is none). A staging buffer is written to once the slot that was last gathered from it is `ready`.
+    The host waits for none of them. A block that stays whole has a slot of its own, which is fetched into once.
 
     Fetches go by running number, and one is issued only when the *next different* block has been acquired: by then the
     release before it is in stream order, and a block that is called twice in a row costs nothing. A slot is held, not
@@ -41,8 +43,8 @@ from .units import Component, Counters, Unit
 
 class Lane:
     """
-    The blocks that share a ring, and the rule by which they come into it. This class has what both kinds of transfer
-    share: slots, holding, fetching.
+    The blocks that share a ring, and the rule by which they come into it. This class has what all lanes share: slots,
+    holding, fetching.
 
     Args:
         platform (`Platform`): streams and events of the onload device.
@@ -250,7 +252,7 @@ class Lane:
         raise NotImplementedError
 
     def _fetch_first(self, component: Component) -> None:
-        """A forward is complete and no slot is in use: fetches what the next one begins with, into all of them."""
+        """A forward is complete and no slot is in use: begins with what the next one needs first."""
 
     def _confirm(self) -> None:
         """Raises if what a slot holds is not to be trusted any more, now that it is going to be used."""

@@ -7,7 +7,7 @@ nor what its lap is (`laps.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -81,6 +81,8 @@ class LapLane(Lane):
         if group.gather is not None:
             self._shards = ShardTransfer(self.transfers, counters, self._copy, self._comm, group.gather, self._settle)
         self._residents: dict[str, AgreedResidents] = {}
+        self._agreed: dict[str, set[str]] = {}
+        "names of the components that each agreement is about"
         self.service: PassService | None = None
         if group.passes is not None:
             self.service = PassService(group.passes, self, options, group.world.rank)
@@ -114,7 +116,7 @@ class LapLane(Lane):
     def remove(self, component: Component, shrink: bool = True) -> None:
         super().remove(component, shrink)
         self._abandoned.discard(component.name)
-        self._residents.pop(component.name, None)
+        self._end_agreements()
         if not self.components:
             self.close()
 
@@ -135,11 +137,15 @@ class LapLane(Lane):
         if self._abandoned == set(self.components):
             self.service.turn.say_goodbye()
 
-    def agree_on(self, key: str, residents: AgreedResidents) -> None:
-        """
-        What stays of the component `key`, and others of its offload, is agreed in rounds for as long as it is here.
-        """
-        self._residents[key] = residents
+    def agree_on(self, components: Sequence[Component], residents: AgreedResidents) -> None:
+        """What stays of these components is agreed in rounds, for as long as one of them is here."""
+        self._residents[components[0].name] = residents
+        self._agreed[components[0].name] = {component.name for component in components}
+
+    def _end_agreements(self) -> None:
+        for key in [key for key, names in self._agreed.items() if not names & set(self.components)]:
+            del self._agreed[key]
+            self._residents.pop(key).stop()
 
     def seek_round(self) -> None:
         """Has the ranks hear soon what this one says, whether or not any asks for a pass."""
@@ -286,8 +292,7 @@ class LapLane(Lane):
             except RuntimeError as error:
                 raise RankLost(f"Streaming by all_gather has stopped: {error}") from error
             self._fetch_next()
-        homes = [block.home.slot for block in self._lap.component.blocks if block.home is not None]
-        for slot in (*self.ring.slots, *homes):
+        for slot in self._all_slots:
             self._settle(slot)
         self._plan.close(self._lap, self.num_slots)
         self._lap, self.transfers.for_others = None, False
@@ -297,7 +302,7 @@ class LapLane(Lane):
         for name in sorted(set.intersection(*(set(reply["abandoned"]) for reply in replies))):
             component = self.components.pop(name)
             self._abandoned.discard(name)
-            self._residents.pop(name, None)
+            self._end_agreements()
             self._dropped.append(component)
             if self.ring is not None:
                 self.ring.forget(name)
@@ -318,8 +323,13 @@ class LapLane(Lane):
     def is_intact(self) -> bool:
         if self.ring is None or self.platform.waits_on_host:
             return True
+        return become_right(self.platform, self._all_slots, _SETTLE_SECONDS)
+
+    @property
+    def _all_slots(self) -> list[Slot]:
+        """Those of the ring, and those of blocks that stay whole."""
         homes = [b.home.slot for c in self.components.values() for b in c.blocks if b.home is not None]
-        return become_right(self.platform, (*self.ring.slots, *homes), _SETTLE_SECONDS)
+        return [*(self.ring.slots if self.ring is not None else ()), *homes]
 
     def abort(self) -> None:
         # A host's own waits are bounded, and its collectives fail by themselves.

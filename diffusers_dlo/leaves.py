@@ -31,27 +31,32 @@ class Leaves:
 
     def acquire(self, leaf: Unit) -> None:
         """Fetches a leaf, unless it is there already, on the current stream: the allocator then knows its use."""
-        if leaf.holds == 0:
-            if leaf.buffer is None:
-                self._fetch(leaf)
-            elif leaf.stays:
+        leaf.holds += 1  # first: what stays may be given back by another thread, but not while it is held
+        if leaf.holds > 1:
+            return
+        try:
+            buffer = leaf.buffer
+            if buffer is None:
+                buffer = leaf.buffer = self._fetch(leaf)
+            else:
                 self._platform.compute_wait(leaf.arrived)  # it may have been fetched on another stream
-            assert leaf.buffer is not None
             with torch.inference_mode(False):
-                leaf.point([tensor_view(leaf.buffer, tensor) for tensor in leaf.layout.tensors])
-        leaf.holds += 1
+                leaf.point([tensor_view(buffer, tensor) for tensor in leaf.layout.tensors])
+        except BaseException:
+            self.let_go([leaf])
+            raise
 
-    def _fetch(self, leaf: Unit) -> None:
+    def _fetch(self, leaf: Unit) -> torch.Tensor:
         leaf.store.prepare(leaf.key)
         buffer = self._platform.empty(leaf.layout.padded_nbytes(1))
         for offset, source in leaf.extents:
             buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
             self._counters.on_demand_nbytes += source.numel()
         realign(realigned_parts(leaf.layout, buffer))
-        if leaf.stays:
+        if leaf.arrived is None:
             leaf.arrived = self._platform.new_event()
-            self._platform.compute_record(leaf.arrived)
-        leaf.buffer = buffer
+        self._platform.compute_record(leaf.arrived)
+        return buffer
 
     def release(self, leaf: Unit) -> None:
         """Drops a leaf, unless another call still uses it, or it stays."""

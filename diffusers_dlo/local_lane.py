@@ -57,6 +57,10 @@ class LocalLane(Lane):
 
     def _fetch_first(self, component: Component) -> None:
         assert self.ring is not None
+        try:
+            component.store.check()
+        except RuntimeError:
+            return  # the next forward will say so
         for index in component.streamed_order[: len(self.ring.slots)]:
             if self.ring.find(component.name, index) is None:
                 if self.ring.next_slot.holds:

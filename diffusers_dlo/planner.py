@@ -180,6 +180,8 @@ class _Planner:
         layouts = [candidate.layout for candidate in plan.candidates]
         shards = sum(layout.shard_nbytes(shares) for layout in layouts)
         whole = sum(layout.padded_nbytes(shares) for layout in layouts)
+        lookups = sum(leaf.layout.padded_nbytes(1) for leaf in plan.lookups)
+        shards, whole = shards + lookups, whole + lookups
         most = min(_round_down(self._free(plan)), _round_up(whole))
         if self._budget == "auto":
             return [most] if most > 0 else []

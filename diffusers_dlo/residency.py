@@ -29,6 +29,18 @@ STAGING_BUFFERS = 2
 """See [Note: Staging]."""
 
 
+_MARGIN_NBYTES = 1 << 30
+_MARGIN_SHARE = 0.05
+
+
+def device_margin(total: int) -> int:
+    """
+    Device bytes of `total` that are left free where a budget is measured or planned: the allocator cannot use every
+    gap.
+    """
+    return max(_MARGIN_NBYTES, int(_MARGIN_SHARE * total))
+
+
 class Candidate(NamedTuple):
     """A block that may stay: the component it belongs to, its number there, and its layout."""
 
@@ -83,8 +95,9 @@ def plan_residents(
     leaves: Sequence[Candidate] = (),
 ) -> ResidentPlan:
     """
-    What stays on the device for a budget ([Note: Staging]). Leaves come first, as far as they fit: they cost and save
-    as many bytes as blocks do, and computing waits for all of theirs.
+    What stays on the device for a budget ([Note: Staging]). Leaves come first, as far as they fit, since they cost and
+    save as many bytes as blocks do and computing waits for all of theirs; but not if without them all shards of
+    several ranks would stay, for then nothing is copied for blocks any more.
 
     Args:
         candidates (`Sequence[Candidate]`): in streaming order.
@@ -96,8 +109,10 @@ def plan_residents(
     """
     kept: dict[str, frozenset[int]] = {}
     nbytes = 0
+    needed = sum(candidate.layout.shard_nbytes(shards) for candidate in candidates)
+    room = budget - needed if shards > 1 and budget >= needed else budget
     for component, index, layout in leaves:
-        if nbytes + layout.padded_nbytes(1) <= budget:
+        if nbytes + layout.padded_nbytes(1) <= room:
             nbytes += layout.padded_nbytes(1)
             kept[component] = kept.get(component, frozenset()) | {index}
     plan = _plan_blocks(candidates, shards, num_slots, budget - nbytes, all_shards)

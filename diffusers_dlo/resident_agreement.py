@@ -18,16 +18,13 @@ all ranks agree. Must not decide which blocks stay.
 from __future__ import annotations
 
 import enum
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from .device.platform import Platform
-
-
-_MARGIN_NBYTES = 1 << 30
-_MARGIN_SHARE = 0.05
-"""Left free: the larger of the two, the second of all device memory. The allocator cannot use every gap."""
+from .residency import device_margin
 
 
 class Step(enum.Enum):
@@ -68,6 +65,7 @@ class ResidentAgreement:
         self.nbytes = 0
         self.peak_nbytes = 0
         self._wants_return = False
+        self._lock = threading.RLock()
         self._most_nbytes = most_nbytes
         _agreements.add(self)
         self._platform = platform
@@ -86,13 +84,15 @@ class ResidentAgreement:
             return
         self._platform.synchronize()
         left = self._platform.memory_left()
-        margin = max(_MARGIN_NBYTES, int(_MARGIN_SHARE * self._platform.memory_total))
+        margin = device_margin(self._platform.memory_total)
         self.peak_nbytes = self._platform.peak_above_now()
         there = [other for other in list(_agreements) if other.step is not Step.OFF]
         taken = sum(other.nbytes for other in there if other.step is Step.MEASURED)
         nbytes = (left or 0) - taken - max(other.peak_nbytes for other in there) - margin
-        self.nbytes = max(min(nbytes, self._most_nbytes), 0)
-        self.step = Step.MEASURED
+        with self._lock:  # a round may have ended it meanwhile
+            if self.step is Step.MEASURING:
+                self.nbytes = max(min(nbytes, self._most_nbytes), 0)
+                self.step = Step.MEASURED
 
     def settle(self) -> None:
         """Nobody else has to agree."""
@@ -125,6 +125,10 @@ class ResidentAgreement:
     def hear(self, said: list[list[Any] | None]) -> None:
         """What all ranks said, by rank; None from one that computes the components no more."""
         steps = [Step(reply[0]) if reply is not None else None for reply in said]
+        with self._lock:
+            self._decide(said, steps)
+
+    def _decide(self, said: list[list[Any] | None], steps: list[Step | None]) -> None:
         if Step.RETURNING in steps:
             self._return()
         elif all(step is Step.MEASURED for step in steps):

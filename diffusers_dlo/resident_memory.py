@@ -92,7 +92,7 @@ class ResidentMemory:
             )
             lane = self._agreeing_lane()
             if lane is not None:
-                lane.agree_on(self._components[0].name, self._agreement)
+                lane.agree_on(self._components, self._agreement)
         for component in self._components:
             component.watcher = self
         for module in placed:
@@ -176,8 +176,8 @@ class ResidentMemory:
             lane.seek_round()
         note = (
             f"Weights that stayed on the device for device_budget={self._plan.device_budget!r} are given back "
-            f"({format_bytes(nbytes)}) and stream from now on. Try again; if that is too slow, enable with a smaller "
-            "budget."
+            f"({format_bytes(nbytes)}){'' if lane is None else ' before the next pass'} and stream from then on. Try "
+            "again; if that is too slow, enable with a smaller budget."
         )
         logger.warning(f"rank {self._engine.group.rank} is out of device memory. {note}")
         add_note(error, note)
@@ -216,6 +216,10 @@ class ResidentMemory:
             self._allocate()
         except torch.OutOfMemoryError:
             self._allocated = []
+            logger.warning(
+                f"rank {self._engine.group.rank} has no room for the {format_bytes(nbytes)} that "
+                f"device_budget={self._plan.device_budget!r} came to, so nothing stays. Enable with a number of bytes."
+            )
             return False
         return True
 
@@ -263,7 +267,8 @@ class ResidentMemory:
             largest = max(candidate.layout.shard_nbytes(shards) for candidate in plan.candidates)
             logger.warning(
                 f"device_budget={format_bytes(budget)} keeps nothing on the device: what a rank copies of the largest "
-                f"block takes {format_bytes(largest)}, and staging twice as much. Raise it or leave it out."
+                f"block takes {format_bytes(largest)}{', and staging twice as much' if shards > 1 else ''}. Raise it, "
+                "or leave it out."
             )
 
     def _wants_pull(self, gather: str) -> bool:

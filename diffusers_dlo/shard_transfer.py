@@ -149,6 +149,10 @@ class ShardTransfer:
             return
         if block.shard is not None or block.home is not None or ring.find(block.component, block.index) is not None:
             return
+        try:
+            block.store.check_readable(block.key)
+        except RuntimeError:
+            return  # the next pass will say so
         self._settle(slot)
         ring.vacate(slot)
         slot.copied_ahead = block.key_in_component

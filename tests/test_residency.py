@@ -70,8 +70,12 @@ def test_leaves_come_first_as_far_as_they_fit() -> None:
     leaves = blocks(3000, 700, name="transformer")
     plan = plan_residents(SIX, 2, 3, 6 * 512 + 3072 + 768, leaves=leaves)
     assert plan.leaves == {"transformer": frozenset({0, 1})} and plan.count == 6 and plan.nbytes == 6 * 512 + 3840
-    plan = plan_residents(SIX, 2, 3, 3072 + 767, leaves=leaves)
-    assert plan.leaves == {"transformer": frozenset({0})} and plan.count == 1 and plan.nbytes == 3072 + 512
+    plan = plan_residents(SIX, 2, 3, 3071, leaves=blocks(2560))
+    assert plan.leaves == {"transformer": frozenset({0})} and plan.count == 0 and plan.nbytes == 2560
+    plan = plan_residents(SIX, 2, 3, 3072, leaves=blocks(2560))  # all shards stay, and the leaf does not
+    assert not plan.leaves and plan.count == 6 and plan.nbytes == 3072
+    plan = plan_residents(SIX, 1, 3, 6144, leaves=blocks(2560))  # a rank of its own copies the less, either way
+    assert plan.leaves == {"transformer": frozenset({0})} and plan.count == 3
     plan = plan_residents(SIX, 2, 3, 1000, leaves=leaves)
     assert plan.leaves == {"transformer": frozenset({1})} and plan.count == 0 and bool(plan) and plan.nbytes == 768
 
