@@ -58,7 +58,11 @@ class Lap:
 
     def upcoming(self) -> Iterator[Unit]:
         """What follows on the next block, here and in the next lap of the same component, should that be next."""
-        return (self.component.blocks[block] for block in (*self._blocks[self._position + 1 :], *self._after))
+        blocks = self.component.blocks
+        for place in range(self._position + 1, len(self._blocks)):
+            yield blocks[self._blocks[place]]
+        for block in self._after:
+            yield blocks[block]
 
     def advance(self) -> None:
         """What was next has been fetched."""

@@ -118,10 +118,10 @@ class OffloadPlan:
             if leaf.is_lookup
         ]
 
-    def residents_for(self, budget: int, all_shards: bool = True) -> ResidentPlan:
-        """What stays on the device of each rank for a budget in bytes; arguments as for `plan_residents`."""
+    def residents_for(self, budget: int) -> ResidentPlan:
+        """What stays on the device of each rank for a budget in bytes."""
         shards = max((self.shards(c) for c in self.components if not c.runs_once), default=1)
-        return plan_residents(self.candidates, shards, self.num_slots, budget, all_shards, self.lookups)
+        return plan_residents(self.candidates, shards, self.num_slots, budget, self.lookups)
 
     @cached_property
     def residents(self) -> ResidentPlan:

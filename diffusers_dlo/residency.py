@@ -76,22 +76,12 @@ class ResidentPlan:
     def __bool__(self) -> bool:
         return self.count > 0 or bool(self.leaves)
 
-    def describe(self) -> str:
-        """All of it in one line: what ranks compare."""
-        parts = [
-            f"{kind} {name} {sorted(blocks)}"
-            for kind, chosen in (("shards", self.shards), ("whole", self.whole), ("leaves", self.leaves))
-            for name, blocks in sorted(chosen.items())
-        ]
-        return "; ".join([*parts, f"staging {self.staging_nbytes}", f"{self.nbytes} bytes"])
-
 
 def plan_residents(
     candidates: Sequence[Candidate],
     shards: int,
     num_slots: int,
     budget: int,
-    all_shards: bool = True,
     leaves: Sequence[Candidate] = (),
 ) -> ResidentPlan:
     """
@@ -104,7 +94,6 @@ def plan_residents(
         shards (`int`): in how many shards blocks cross the host link; 1 where each rank copies for itself.
         num_slots (`int`): slots of the ring.
         budget (`int`): bytes on each rank.
-        all_shards (`bool`, defaults to `True`): whether blocks may stay whole once all shards do.
         leaves (`Sequence[Candidate]`): those that every forward calls; `block` is their index among leaves.
     """
     kept: dict[str, frozenset[int]] = {}
@@ -115,13 +104,11 @@ def plan_residents(
         if nbytes + layout.padded_nbytes(1) <= room:
             nbytes += layout.padded_nbytes(1)
             kept[component] = kept.get(component, frozenset()) | {index}
-    plan = _plan_blocks(candidates, shards, num_slots, budget - nbytes, all_shards)
+    plan = _plan_blocks(candidates, shards, num_slots, budget - nbytes)
     return replace(plan, leaves=kept, nbytes=plan.nbytes + nbytes)
 
 
-def _plan_blocks(
-    candidates: Sequence[Candidate], shards: int, num_slots: int, budget: int, all_shards: bool
-) -> ResidentPlan:
+def _plan_blocks(candidates: Sequence[Candidate], shards: int, num_slots: int, budget: int) -> ResidentPlan:
     if shards == 1:
         sizes = [candidate.layout.padded_nbytes(1) for candidate in candidates]
         chosen = _spread_within(sizes, budget)
@@ -131,7 +118,7 @@ def _plan_blocks(
     if total > budget:
         return _some_shards(candidates, sizes, num_slots, budget)
     extra = [(shards - 1) * nbytes for nbytes in sizes]
-    whole = _spread_within(extra, budget - total) if all_shards else frozenset()
+    whole = _spread_within(extra, budget - total)
     rest = frozenset(range(len(candidates))) - whole
     return ResidentPlan(
         _by_component(candidates, rest),

@@ -149,10 +149,8 @@ class ShardTransfer:
             return
         if block.shard is not None or block.home is not None or ring.find(block.component, block.index) is not None:
             return
-        try:
-            block.store.check_readable(block.key)
-        except RuntimeError:
-            return  # the next pass will say so
+        if not _is_readable(block):
+            return
         self._settle(slot)
         ring.vacate(slot)
         slot.copied_ahead = block.key_in_component
@@ -168,10 +166,8 @@ class ShardTransfer:
                 continue
             if self._staging.find(block.component, block.index) is not None:
                 continue
-            try:
-                block.store.check_readable(block.key)
-            except RuntimeError:
-                return  # the fetch itself will say so
+            if not _is_readable(block):
+                return
             self._stage(block)
             if self._staging.next_buffer.holds is not None:
                 return
@@ -227,6 +223,15 @@ class ShardTransfer:
         self._counters.count_gather(views)
 
 
+def _is_readable(block: Unit) -> bool:
+    """Whether a block can be copied ahead. Where it cannot, its fetch will say why."""
+    try:
+        block.store.check_readable(block.key)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _nothing() -> None:
     """The work of who only waits."""
 
@@ -236,7 +241,7 @@ def pull(
 ) -> None:
     """Queues `rank`'s copies of all ranks' shards of a block into its slot ([Note: Pull])."""
     views, size = block.views_in(slot), len(shard.peers)
-    parts = views.image.chunk(size)
+    parts = views.parts
 
     def work() -> None:
         for step in range(size):  # each rank begins with another one, so that no device is asked by all at once

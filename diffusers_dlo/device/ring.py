@@ -72,6 +72,8 @@ class BlockViews:
     "the padded image in the slot: the output of the gather"
     shard: torch.Tensor
     "this rank's part of `image`: the input of the gather"
+    parts: tuple[torch.Tensor, ...]
+    "all ranks' parts of `image`"
     tensors: tuple[torch.Tensor, ...]
     realigned: tuple[list[torch.Tensor], list[torch.Tensor]]
     "(targets, sources): parts of `image` that are copied inside it once it has arrived"
@@ -166,10 +168,12 @@ def make_views(
     base = rank * shard_nbytes if shards > 1 else 0
     with torch.inference_mode(False):
         shard = buffer[base : base + shard_nbytes]
+        image = buffer[: shard_nbytes * shards]
         return BlockViews(
             copies=copy_pairs(shard, extents),
-            image=buffer[: shard_nbytes * shards],
+            image=image,
             shard=shard,
+            parts=image.split(shard_nbytes),
             tensors=tuple(tensor_view(buffer, tensor) for tensor in layout.tensors),
             realigned=realigned_parts(layout, buffer),
         )
