@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,25 +23,13 @@ from .distributed.group import OffloadGroup
 from .distributed.pass_service import PassService
 from .lane import Lane
 from .laps import Lap, LapPlan
+from .resident_rounds import AgreedResidents, ResidentRounds
 from .shard_transfer import ShardTransfer
 from .units import Component, Counters, Unit
 
 
 _SETTLE_SECONDS = 5.0
 """How long after a loss gathers that all ranks had begun may take to complete."""
-
-
-class AgreedResidents(Protocol):
-    """What stays on the device, where that is agreed in rounds."""
-
-    def say(self) -> list[Any]:
-        """What this rank says in a round."""
-
-    def hear(self, said: list[list[Any] | None]) -> None:
-        """What all ranks said, by rank. No lap is open."""
-
-    def stop(self) -> None:
-        """There are no rounds any more, and nothing stays."""
 
 
 class LapLane(Lane):
@@ -80,9 +68,7 @@ class LapLane(Lane):
         self._shards: ShardTransfer | None = None
         if group.gather is not None:
             self._shards = ShardTransfer(self.transfers, counters, self._copy, self._comm, group.gather, self._settle)
-        self._residents: dict[str, AgreedResidents] = {}
-        self._agreed: dict[str, set[str]] = {}
-        "names of the components that each agreement is about"
+        self._residents = ResidentRounds()
         self.service: PassService | None = None
         if group.passes is not None:
             self.service = PassService(group.passes, self, options, group.world.rank)
@@ -116,7 +102,7 @@ class LapLane(Lane):
     def remove(self, component: Component, shrink: bool = True) -> None:
         super().remove(component, shrink)
         self._abandoned.discard(component.name)
-        self._end_agreements()
+        self._residents.keep_only(self.components)
         if not self.components:
             self.close()
 
@@ -139,13 +125,7 @@ class LapLane(Lane):
 
     def agree_on(self, components: Sequence[Component], residents: AgreedResidents) -> None:
         """What stays of these components is agreed in rounds, for as long as one of them is here."""
-        self._residents[components[0].name] = residents
-        self._agreed[components[0].name] = {component.name for component in components}
-
-    def _end_agreements(self) -> None:
-        for key in [key for key, names in self._agreed.items() if not names & set(self.components)]:
-            del self._agreed[key]
-            self._residents.pop(key).stop()
+        self._residents.add([component.name for component in components], residents)
 
     def seek_round(self) -> None:
         """Has the ranks hear soon what this one says, whether or not any asks for a pass."""
@@ -182,8 +162,7 @@ class LapLane(Lane):
         """
         if self.service is not None:
             self.service.stop()
-        for residents in self._residents.values():
-            residents.stop()
+        self._residents.keep_only(())
         for component in self.components.values():
             self.give_back(component)
             for block in component.blocks:
@@ -256,12 +235,11 @@ class LapLane(Lane):
 
     def describe_state(self) -> dict[str, Any]:
         said = self._plan.describe(self.ring.seq if self.ring else 0, self.components, self._abandoned)
-        return said | {"residents": {key: residents.say() for key, residents in self._residents.items()}}
+        return said | {"residents": self._residents.say()}
 
     def grant(self, replies: list[dict[str, Any]]) -> str | None:
         component = self._plan.choose(self.rank, replies, self.components)
-        for key, residents in list(self._residents.items()):
-            residents.hear([reply["residents"].get(key) for reply in replies])
+        self._residents.hear([reply["residents"] for reply in replies])
         if component is None:
             return None
         self._lap = self._plan.open(component, self.num_slots)
@@ -302,7 +280,7 @@ class LapLane(Lane):
         for name in sorted(set.intersection(*(set(reply["abandoned"]) for reply in replies))):
             component = self.components.pop(name)
             self._abandoned.discard(name)
-            self._end_agreements()
+            self._residents.keep_only(self.components)
             self._dropped.append(component)
             if self.ring is not None:
                 self.ring.forget(name)
