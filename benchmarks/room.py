@@ -14,13 +14,14 @@ from checkpoint import is_in_memory
 from sizes import ModelFacts
 from variants import RANK_NBYTES
 
+from diffusers_dlo.host.memory_limit import container_memory
+
 
 SHARED_MEMORY = Path("/dev/shm")
 SPARE_NBYTES = 1 << 30
 """Left free in a folder."""
 MOST = 0.9
 """Of the host memory that is available, the part that a run takes."""
-CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_host_nbytes() -> int:
@@ -29,17 +30,8 @@ def available_host_nbytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((CGROUP / "memory.current").read_text())
-            statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-            # Page cache of files goes when memory is wanted; that of shared memory is not in this figure.
-            used -= int(statistics.get("inactive_file", 0)) + int(statistics.get("active_file", 0))
-            available = min(available, int(limit) - used)
-    except (OSError, ValueError):
-        pass  # another kind of container, or none
-    return max(available, 0)
+    container = container_memory()
+    return min(available, container.left) if container is not None else available
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from ..device.platform import Platform
 from ..distributed.group import OffloadGroup
 from ..offload_plan import OffloadPlan
 from .mapped import MappedStore
+from .memory_limit import check_container_memory
 from .packed import PackedStore, image_offsets
 from .pinned import PinnedStore
 from .shared_file import Refused, refusable, share_memory
@@ -62,10 +63,17 @@ def _create(plan: OffloadPlan, group: OffloadGroup, platform: Platform, stamps: 
         store: HostStore
         if plan.host == "pinned":
             with refusable(group, "enable: pinned memory"):
+                check_container_memory(plan.host_nbytes_per_rank * plan.group_size, "pinned weights")
                 store = PinnedStore(plan, group.rank, platform)
                 undo.callback(store.close)
         else:
-            fd = share_memory(image_offsets(plan)[1], group)
+            nbytes = image_offsets(plan)[1]
+            with refusable(group, f"enable: the limit on {plan.host} memory"):
+                check_container_memory(nbytes, f"{plan.host} weights")
+                if plan.host == "mapped" and platform.has_host_link:
+                    # Pages of files do not go when memory is wanted once they are page-locked.
+                    check_container_memory(plan.streamed_nbytes, "page-locked files", may_be_there=True)
+            fd = share_memory(nbytes, group)
             with refusable(group, f"enable: {plan.host} memory"):
                 # The store closes the file, also when it cannot be made.
                 if plan.host == "mapped":
