@@ -1,7 +1,7 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns the registry of tiny image transformers, one for each class that diffusers exports, by the name of the class. Flux,
-Qwen-Image and SD3 are in `tests/zoo.py`. Must not run anything.
+Owns the registry of tiny image transformers: one for each class that diffusers exports, by the name of the class.
+Flux, Qwen-Image and SD3 are in `tests/zoo.py`. Must not run anything.
 """
 
 from __future__ import annotations
