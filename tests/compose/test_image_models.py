@@ -108,6 +108,42 @@ def test_blocks_are_what_forward_calls(name: str) -> None:
     assert called == [f"{stack}.{i}" for stack in CALLED.get(name, STACKS[name]) for i in range(lengths[stack])]
 
 
+def test_weights_read_without_a_call_stay() -> None:
+    """The pooling of Hunyuan-DiT hands the weights of its layers, here larger than a block, to a function."""
+    torch.manual_seed(0)
+    model = diffusers.HunyuanDiT2DModel(
+        num_attention_heads=1,
+        attention_head_dim=16,
+        in_channels=4,
+        patch_size=2,
+        sample_size=8,
+        hidden_size=16,
+        num_layers=2,
+        mlp_ratio=1.0,
+        cross_attention_dim=24,
+        cross_attention_dim_t5=128,
+        pooled_projection_dim=20,
+        text_len=5,
+        text_len_t5=6,
+    ).eval()
+    inputs = [MODELS["HunyuanDiT2DModel"].inputs(seed) for seed in range(2)]
+    for given in inputs:
+        given["encoder_hidden_states_t5"] = given["encoder_hidden_states_t5"].repeat(1, 1, 8)
+    expected = [zoo.run(model, given) for given in inputs]
+    pooler = model.time_extra_emb.pooler
+    handle = apply_distributed_layerwise_offload(model)
+    try:
+        leaves = {leaf.name for leaf in handle.plan.components[0].leaves}
+        assert {f"time_extra_emb.pooler.{name}_proj" for name in "qkv"} < leaves
+        assert pooler.q_proj.weight.untyped_storage().nbytes() == 4, "not there before the first forward"
+        for given, outputs in zip(inputs, expected):
+            assert all(map(torch.equal, zoo.run(model, given), outputs))
+        assert pooler.q_proj.weight.untyped_storage().nbytes() >= 128 * 128 * 4, "and there from then on"
+        assert model.text_embedder.linear_1.weight.untyped_storage().nbytes() == 4, "unlike those that are called"
+    finally:
+        handle.remove()
+
+
 # ------------------------------------------------------------------------------------------- requests of unequal steps
 
 
