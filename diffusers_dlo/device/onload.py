@@ -1,7 +1,7 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns which device a rank computes on, and whether two are the same. Must not name a vendor: torch.accelerator knows what
-there is.
+Owns which device a rank computes on, and whether two are the same. Must not name a vendor: torch.accelerator knows
+what there is.
 """
 
 from __future__ import annotations
