@@ -79,6 +79,7 @@ class ComponentHooks:
         self._units_of = {
             id(inner): unit for module, unit in self._unit_modules for inner in module.modules() if inner is not module
         }
+        self._inside: list[tuple[nn.Module, dict[str, Any]]] = []
         self._hooked: set[int] = set()
         self._first: _FirstForward | None = None
         self._checked = False
@@ -95,6 +96,7 @@ class ComponentHooks:
         for module, unit in self._unit_modules:
             self._attach(module, unit)
         root, *units = self._watched
+        self._inside = [(module, vars(module)) for module in root.modules() if module is not root]
         for entry in _entries(root, units):
             self._attach_entry(entry)
         marker = DistributedLayerwiseOffloadHook(on_removal)
@@ -185,11 +187,12 @@ class ComponentHooks:
 
     def _check_alone(self) -> None:
         """Functions such as `apply_group_offloading` cannot be guarded, so what they leave behind is looked for."""
-        device, root = self._engine.platform.device, self._find_root()
-        for module in self._watched:
-            attributes = vars(module)
+        root, name = self._find_root(), self._component.name
+        if root is not None:
+            refuse_foreign_hooks(root, name, self._engine.platform.device)
+        for module, attributes in self._inside:
             if "_hf_hook" in attributes or "_diffusers_hook" in attributes:
-                refuse_foreign_hooks(module, self._component.name, device if module is root else None)
+                refuse_foreign_hooks(module, name)
 
     # The first forward of a component looks for weights that are used outside their block's turn.
 
