@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType, MethodType
 from typing import Any
@@ -43,7 +44,8 @@ class PipelineGuards:
     """
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
-        self._shadows: list[tuple[Any, str, Any]] = []
+        # Held weakly: a component that the user drops has to be free to go.
+        self._shadows: list[tuple[weakref.ref, str, weakref.ref]] = []
         for name, reason in _REFUSED.items():
             if callable(getattr(pipeline, name, None)):
                 self._shadow(pipeline, name, refusal("this pipeline", name, reason))
@@ -57,13 +59,14 @@ class PipelineGuards:
     def remove(self) -> None:
         """Takes every guard back. Idempotent."""
         while self._shadows:
-            owner, name, guard = self._shadows.pop()
-            if vars(owner).get(name) is guard:
+            find_owner, name, find_shadow = self._shadows.pop()
+            owner, guard = find_owner(), find_shadow()
+            if owner is not None and guard is not None and vars(owner).get(name) is guard:
                 del vars(owner)[name]
 
     def _shadow(self, owner: Any, name: str, guard: Callable) -> None:
         object.__setattr__(owner, name, guard)
-        self._shadows.append((owner, name, guard))
+        self._shadows.append((weakref.ref(owner), name, weakref.ref(guard)))
 
 
 def _model_offload(pipeline: Any, onload_device: torch.device) -> Callable:
