@@ -52,7 +52,7 @@ class PipelineGuards:
         if callable(getattr(pipeline, "enable_model_cpu_offload", None)):
             self._shadow(pipeline, "enable_model_cpu_offload", _model_offload(pipeline, device))
         for component in _modules(pipeline):
-            if find_guard(component) is None and "_apply" not in vars(component):
+            if not _streams(component) and "_apply" not in vars(component):
                 # A bound method, so that a copy of the component has its own, and what is pickled the class's.
                 self._shadow(component, "_apply", MethodType(_apply, component))
 
@@ -87,6 +87,11 @@ def _model_offload(pipeline: Any, onload_device: torch.device) -> Callable:
                 "and its components work together on one device. Leave 'device' and 'gpu_id' out."
             )
         original(pipeline, device=onload_device)
+        # Else each forward after a component that streams would offload it anew, and empty the device's cache.
+        for user_hook in getattr(pipeline, "_all_hooks", ()):
+            hook = user_hook.hook
+            while hook.prev_module_hook is not None and _streams(hook.prev_module_hook.model):
+                hook.prev_module_hook = hook.prev_module_hook.hook.prev_module_hook
 
     return enable_model_cpu_offload
 
@@ -112,6 +117,10 @@ def _find_pipeline(frame: FrameType | None) -> Any:
             return frame.f_locals["self"]
         frame = frame.f_back
     return None
+
+
+def _streams(component: nn.Module) -> bool:
+    return find_guard(unwrap_module(component)) is not None
 
 
 def _modules(pipeline: Any) -> list[nn.Module]:

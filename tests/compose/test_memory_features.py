@@ -66,11 +66,15 @@ def test_vae_tiling_and_slicing(components: list[str] | None, path: str) -> None
 
 def test_model_offload_after_enabling(path: str, plain: np.ndarray) -> None:
     pipe = load(path)
-    handle = pipe.enable_distributed_layerwise_offload()
+    handle = pipe.enable_distributed_layerwise_offload(components=["transformer", "text_encoder_2"])
     pipe.enable_model_cpu_offload()
     pipe.enable_model_cpu_offload(device="cpu")
     hooks = {name: getattr(getattr(pipe, name), "_hf_hook", None) for name in ALL}
     assert all(isinstance(hook, CpuOffload) for hook in hooks.values())
+    # None offloads a component that streams, but the last before it that does not.
+    before = {name: hook.prev_module_hook and hook.prev_module_hook.model for name, hook in hooks.items()}
+    assert before["text_encoder"] is None
+    assert before["text_encoder_2"] is before["transformer"] is before["vae"] is pipe.text_encoder
     for _ in range(2):  # the pipeline takes its hooks off and puts them on again after each call
         assert same(call(pipe), plain)
     handle.remove()
@@ -155,6 +159,9 @@ def manager(module: torch.nn.Module) -> None:
     custom_offload_with_hook("model", module, CPU)
 
 
+REASONS = {group: "group offloading is active", casting: "layerwise casting is active"}
+
+
 @pytest.mark.parametrize(
     "name,offload",
     (("vae", group), ("text_encoder_2", group), ("vae", sequential), ("vae", casting), ("text_encoder", manager)),
@@ -175,24 +182,29 @@ def test_another_offload_of_a_component_that_is_placed(name: str, offload: Calla
         assert same(call(pipe), expected)
 
 
-@pytest.mark.parametrize("offload", (group, sequential, manager))
+@pytest.mark.parametrize("offload", (group, sequential, manager, casting))
 def test_another_offload_of_what_streams(offload: Callable, path: str, plain: np.ndarray) -> None:
     """By a function, which cannot be guarded: noticed by the next forward; and before enabling."""
     pipe = load(path)
     handle = pipe.enable_distributed_layerwise_offload()
-    offload(pipe.transformer)
-    reason = "group offloading is active" if offload is group else "accelerate moves its weights"
+    if offload is casting:  # which stops at the first layer that streams, and has cast others by then
+        with pytest.raises(ValueError, match="'transformer' is under.*changing its dtype"):
+            casting(pipe.transformer)
+    else:
+        offload(pipe.transformer)
+    reason = REASONS.get(offload, "accelerate moves its weights")
     with pytest.raises(ValueError, match=f"'transformer.*{reason}"):
         call(pipe)
-    if offload is not group:
+    if offload in (sequential, manager):
         remove_hook_from_module(pipe.transformer, recurse=True)
         assert same(call(pipe), plain)
     handle.remove()
     pipe = load(path)
     offload(pipe.transformer)
+    expected = call(pipe)
     with pytest.raises(ValueError, match=f"'transformer.*{reason}"):
         pipe.enable_distributed_layerwise_offload()
-    assert same(call(pipe), plain)
+    assert same(call(pipe), expected) and (offload is casting or same(expected, plain))
 
 
 # ------------------------------------------------------------------------------------------------- several ranks
