@@ -4,7 +4,7 @@ Distributed Layerwise Offload for Hugging Face diffusers: models far larger than
 several ranks. Importing this package adds `enable_distributed_layerwise_offload` to every pipeline and model.
 """
 
-from diffusers import DiffusionPipeline, ModelMixin
+from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline
 
 from ._version import __version__
 from .api import (
@@ -27,7 +27,7 @@ from .transfer_choice import TransferTiming
 from .weight_value import host_view
 
 
-install(DiffusionPipeline, ModelMixin)
+install((DiffusionPipeline, ModularPipeline), ModelMixin)
 
 __all__ = [
     "BlockLayout",

@@ -33,14 +33,6 @@ _REFUSED_ON_MODEL = {
     "__deepcopy__": "the copy would hold placeholders. Disable first",
     "__reduce_ex__": "what is pickled would hold placeholders. Save with save_pretrained, or disable first",
 }
-_REFUSED_ON_PIPELINE = {
-    "enable_model_cpu_offload": "the pipeline's models are placed already",
-    "enable_sequential_cpu_offload": "both would move the same weights",
-    "enable_group_offload": "both would move the same weights",
-    "fuse_lora": "it would add to weights that are not on the device. Fuse before enabling",
-    "unfuse_lora": "it would change weights that are not on the device",
-    "fuse_qkv_projections": "it would fuse placeholders. Fuse before enabling",
-}
 
 
 _RE_POINTING = torch.ops.aten._has_compatible_shallow_copy_type.default
@@ -69,7 +61,7 @@ class Guards:
         component, root, device = self._component, self._root, self._device
         for name, reason in _REFUSED_ON_MODEL.items():
             if name.startswith("__") or callable(getattr(root, name, None)):
-                self._shadow(root, name, _refusal(f"'{component.name}'", name, reason))
+                self._shadow(root, name, refusal(f"'{component.name}'", name, reason))
         files = component.store.plan.files
         if files and callable(getattr(root, "save_pretrained", None)):
             self._shadow(root, "save_pretrained", _save_guard(component.name, root, files))
@@ -80,13 +72,13 @@ class Guards:
                     entry = owned.setdefault(id(owner.module), (owner.module, []))
                     entry[1].append((owner.attribute, unit, index, tensor))
         everything = [tensor for unit in component.units for tensor in unit.tensors]
-        self._shadow(root, "_apply", _apply_guard(component.name, root, everything, device, is_root=True))
+        self._shadow(root, "_apply", ApplyGuard(component.name, root, everything, device, is_root=True))
         for module, entries in owned.values():
             if module is not root:
                 tensors = [tensor for *_, tensor in entries]
-                self._shadow(module, "_apply", _apply_guard(component.name, module, tensors, device, is_root=False))
+                self._shadow(module, "_apply", ApplyGuard(component.name, module, tensors, device, is_root=False))
                 for name in ("__deepcopy__", "__reduce_ex__"):
-                    self._shadow(module, name, _refusal(f"'{component.name}'", name, _REFUSED_ON_MODEL[name]))
+                    self._shadow(module, name, refusal(f"'{component.name}'", name, _REFUSED_ON_MODEL[name]))
             self._handles.append(module.register_state_dict_post_hook(_serve_state_dict(component.name, entries)))
 
     def remove(self) -> None:
@@ -106,64 +98,98 @@ class Guards:
         object.__setattr__(module, name, replacement)
 
 
+def find_guard(module: nn.Module) -> ApplyGuard | None:
+    """What `module._apply` is, if the module is part of a component that is offloaded."""
+    guard = vars(module).get("_apply")
+    return guard if isinstance(guard, ApplyGuard) else None
+
+
 def is_guarded(module: nn.Module) -> bool:
     """Whether a module is part of a component that is offloaded."""
-    return getattr(vars(module).get("_apply"), "guards_offload", False)
+    return find_guard(module) is not None
 
 
-class PipelineGuards:
-    """The refusals on a pipeline object, taken back together."""
+def refusal(what: str, name: str, reason: str) -> Callable:
+    """A method that raises, saying what is refused while `what` streams, and why."""
 
-    def __init__(self, pipeline: Any) -> None:
-        self._pipeline = pipeline
-        self._names = [name for name in _REFUSED_ON_PIPELINE if callable(getattr(pipeline, name, None))]
-        for name in self._names:
-            object.__setattr__(pipeline, name, _refusal("this pipeline", name, _REFUSED_ON_PIPELINE[name]))
-
-    def remove(self) -> None:
-        """Takes every refusal back. Idempotent."""
-        while self._names:
-            vars(self._pipeline).pop(self._names.pop(), None)
-
-
-def _refusal(what: str, name: str, reason: str) -> Callable:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise ValueError(f"'{name}' is refused while {what} is under distributed layerwise offload: {reason}.")
 
     return refuse
 
 
-def _apply_guard(
-    name: str, module: nn.Module, tensors: Sequence[ManagedTensor], device: torch.device, is_root: bool
-) -> Callable:
+class ApplyGuard:
     """
-    A stand-in for `nn.Module._apply`, through which `.to`, `.cuda`, `.half` and their like all go. A change of a
-    managed dtype is refused. A move between devices leaves managed weights where the offload put them, and moves the
-    rest.
-    """
-    original = type(module)._apply
-    dtypes = sorted({tensor.born.dtype for tensor in tensors}, key=str)
-    managed = {id(tensor.born) for tensor in tensors}
+    A stand-in for `nn.Module._apply`, through which `.to`, `.cuda`, `.half` and their like all go. What would change
+    the dtype or the memory format of managed tensors is refused. A move to another device leaves the module as it is,
+    since the offload decides where it is; one to the onload device brings what was added to it since.
 
-    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for dtype in dtypes:
-            if fn(torch.empty(1, dtype=dtype, device=device)).dtype != dtype:
-                raise ValueError(
-                    f"'{name}' is under distributed layerwise offload, and changing its dtype would cast "
-                    "placeholders. Cast before enabling, or load with the dtype you want."
-                )
-        if is_root:
-            return original(module, fn, recurse)
+    Args:
+        name (`str`): the component's.
+        module (`nn.Module`): whose method it is; the component's own, or one that holds some of `tensors`.
+        tensors (`Sequence[ManagedTensor]`): those it speaks for.
+        device (`torch.device`): the onload device.
+        is_root (`bool`): whether `module` is the whole component.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, tensors: Sequence[ManagedTensor], device: torch.device, is_root: bool
+    ) -> None:
+        self._name = name
+        self._module = module
+        self._managed = {id(tensor.born) for tensor in tensors}
+        self._is_root = is_root
+        probes = [_probe(tensor, device) for tensor in tensors]
+        self._probes = list({(p.dtype, p.shape, p.stride()): p for p in probes}.values())
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Does to the module what `fn` does to a tensor, as far as it may be done."""
+        module = self._module
+        if self.check(fn):
+            return module
+        if self._is_root:
+            return type(module)._apply(module, fn, recurse)
         for child in module.children() if recurse else ():
             child._apply(fn)
         with torch.no_grad():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None and id(tensor) not in managed:
+                if tensor is not None and id(tensor) not in self._managed:
                     tensor.data = fn(tensor)
         return module
 
-    apply.guards_offload = True  # type: ignore[attr-defined]
-    return apply
+    def check(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """
+        Whether `fn` moves tensors away from the onload device.
+
+        Raises:
+            `ValueError`: it would change a managed tensor.
+        """
+        leaves = False
+        for probe in self._probes:
+            result = fn(probe)
+            if result.dtype != probe.dtype:
+                raise ValueError(
+                    f"'{self._name}' is under distributed layerwise offload, and changing its dtype would cast "
+                    "placeholders. Cast before enabling, or load with the dtype you want; from_pipe casts to float32 "
+                    "unless it is given dtype=."
+                )
+            if any(size > 1 and a != b for size, a, b in zip(probe.shape, probe.stride(), result.stride())):
+                raise ValueError(
+                    f"'{self._name}' is under distributed layerwise offload, and changing the memory format of its "
+                    "weights would rearrange placeholders. Do it before enabling."
+                )
+            leaves |= result.device != probe.device
+        return leaves
+
+
+def _probe(tensor: ManagedTensor, device: torch.device) -> torch.Tensor:
+    """What stands for a managed tensor where somebody is asked what he would do to it: as it, but small."""
+    shape = [min(size, 2) for size in tensor.born.shape]
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: tensor.stride[dim]):
+        stride[dim] = step
+        step *= shape[dim]
+    return torch.empty_strided(shape, stride, dtype=tensor.born.dtype, device=device)
 
 
 def _save_guard(name: str, root: nn.Module, files: Sequence[str]) -> Callable:

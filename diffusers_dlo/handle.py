@@ -5,6 +5,7 @@ Owns what enabling returns: the plan, the report, joining, and disabling. Must n
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from .report import OffloadReport, ReportSources, make_report
 from .tensor_utils import move_tensors, owned_tensors
 from .timing import Timing
 from .transfer_choice import TransferTiming
+from .validation import is_moved_by_others
 
 
 class OffloadHandle:
@@ -51,7 +53,8 @@ class OffloadHandle:
         self.transfer_timing = transfer_timing
         self._engine = engine
         self._parts = tuple(parts)
-        self._placed = dict(placed)
+        # A user who is done with one may drop it, and have its memory.
+        self._placed = [weakref.ref(module) for module in placed.values()]
         self._store: HostStore | None = store
         self._undo: list[Callable[[], None]] = []
         self._start = replace(engine.counters)
@@ -70,6 +73,11 @@ class OffloadHandle:
     def enabled(self) -> bool:
         """Whether the offload is still in force."""
         return self._store is not None
+
+    @property
+    def device(self) -> torch.device:
+        """The device it streams to."""
+        return self._engine.platform.device
 
     @property
     def _transfers(self) -> set[str]:
@@ -162,7 +170,8 @@ class OffloadHandle:
                     part.detach(cpu)
                 except RuntimeError as error:
                     lost = error
-            for module in (*(part.module for part in self._parts), *self._placed.values()):
+            placed = [module for find in self._placed if (module := find()) is not None]
+            for module in (*(part.module for part in self._parts), *(m for m in placed if not is_moved_by_others(m))):
                 move_tensors(owned_tensors(module), cpu, [])
         store.close()
         if lost is not None:

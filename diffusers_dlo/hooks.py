@@ -44,6 +44,8 @@ class DistributedLayerwiseOffloadHook(ModelHook):
     def __init__(self, on_removal: Callable[[], None]) -> None:
         super().__init__()
         self.leaving = False
+        self.wrapper: Callable | None = None
+        "What the registry made the model's forward when it took this in."
         self._on_removal = on_removal
 
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:
@@ -81,6 +83,7 @@ class ComponentHooks:
         self._units_of = {
             id(inner): unit for module, unit in self._unit_modules for inner in module.modules() if inner is not module
         }
+        self._inside: list[tuple[nn.Module, dict[str, Any]]] = []
         self._hooked: set[int] = set()
         self._first: _FirstForward | None = None
         self._checked = False
@@ -97,11 +100,12 @@ class ComponentHooks:
         for module, unit in self._unit_modules:
             self._attach(module, unit)
         root, *units = self._watched
+        self._inside = [(module, vars(module)) for module in root.modules() if module is not root]
         for entry in _entries(root, units):
             self._attach_entry(entry)
-        HookRegistry.check_if_exists_or_initialize(root).register_hook(
-            DistributedLayerwiseOffloadHook(on_removal), MARKER
-        )
+        marker = DistributedLayerwiseOffloadHook(on_removal)
+        HookRegistry.check_if_exists_or_initialize(root).register_hook(marker, MARKER)
+        marker.wrapper = root.forward
 
     def remove(self) -> None:
         """Takes every hook off; real weights are put back by the caller. Idempotent."""
@@ -187,10 +191,12 @@ class ComponentHooks:
 
     def _check_alone(self) -> None:
         """Functions such as `apply_group_offloading` cannot be guarded, so what they leave behind is looked for."""
-        for module in self._watched:
-            attributes = vars(module)
+        root, name = self._find_root(), self._component.name
+        if root is not None:
+            refuse_foreign_hooks(root, name, self._engine.platform.device)
+        for module, attributes in self._inside:
             if "_hf_hook" in attributes or "_diffusers_hook" in attributes:
-                refuse_foreign_hooks(module, self._component.name)
+                refuse_foreign_hooks(module, name)
 
     # The first forward of a component looks for weights that are used outside their block's turn.
 
@@ -306,8 +312,9 @@ def _entries(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
 
 def _remove_marker(root: nn.Module) -> None:
     """
-    Takes the marker out of the registry. A hook that was registered after it and replaces forward calls what lies
-    under it through `original_forward`, which the registry does not mend on removal; we do.
+    Takes the marker out of the registry. What was put over it since calls what lies under it: a hook of the registry
+    that replaces forward through `original_forward`, and a hook of accelerate through `_old_forward`. The registry
+    mends neither on removal; we do.
     """
     registry: HookRegistry | None = getattr(root, "_diffusers_hook", None)
     if registry is None:
@@ -318,11 +325,18 @@ def _remove_marker(root: nn.Module) -> None:
     index = registry._hook_order.index(MARKER)
     under = registry._fn_refs[index].forward
     over = registry._fn_refs[index + 1 :][:1]
-    replaced = [(ref, ref.forward) for ref in over if ref.original_forward is not None]
+    kept = [(ref, ref.forward, ref.original_forward) for ref in over]
+    forward = root.forward
+    is_wrapped = vars(root).get("_old_forward") is marker.wrapper
     marker.leaving = True
     registry.remove_hook(MARKER, recurse=False)
-    for ref, forward in replaced:
-        ref.forward, ref.original_forward = forward, under
+    if is_wrapped:
+        root._old_forward, root.forward = under, forward
+    for ref, replaced, original in kept:
+        if is_wrapped:
+            ref.forward = replaced
+        elif original is not None:
+            ref.forward, ref.original_forward = replaced, under
     if not registry.hooks:  # the registry leaves the class's own method on the instance, and itself
         if getattr(vars(root).get("forward"), "__func__", None) is type(root).forward:
             del root.forward

@@ -27,6 +27,7 @@ class ManagedTensor:
         self.name = owned.name
         self.owners = owned.owners
         self.original = owned.tensor
+        self.stride = owned.tensor.stride()
         self.placeholder = make_offload_placeholder(owned.tensor, device)
         self.born = born_on_device(owned.tensor, self.placeholder)
         # One that is re-pointed looks ordinary and has no version counter, so it is not to be used again.

@@ -13,7 +13,7 @@ from torch import nn
 from .api import OffloadHandle, apply_distributed_layerwise_offload, enable, remove_distributed_layerwise_offload
 from .attachment import get_handle
 from .config import DistributedLayerwiseOffloadConfig
-from .guards import PipelineGuards
+from .pipeline_guards import PipelineGuards
 from .selection import select
 
 
@@ -22,8 +22,8 @@ _HANDLE = "_distributed_layerwise_offload_handle"
 
 class DistributedLayerwiseOffloadMixin:
     """
-    The methods that `import diffusers_dlo` adds to every `DiffusionPipeline`. A pipeline class of your own may also
-    inherit from it.
+    The methods that `import diffusers_dlo` adds to every `DiffusionPipeline` and `ModularPipeline`. A pipeline class
+    of your own may also inherit from it.
     """
 
     components: dict[str, Any]
@@ -55,7 +55,7 @@ class DistributedLayerwiseOffloadMixin:
             memory or another rank failed. The same on every rank, and the pipeline is as it was.
         """
         handle = enable(lambda resolved: select(self, resolved, components), config, overrides)
-        handle.on_removal(PipelineGuards(self).remove)
+        handle.on_removal(PipelineGuards(self, handle.device).remove)
         vars(self)[_HANDLE] = handle  # also when the component is exchanged for another meanwhile
         return handle
 
@@ -95,14 +95,15 @@ def _disable_on_model(self: nn.Module) -> None:
         remove_distributed_layerwise_offload(self)
 
 
-def install(pipeline_class: type, model_class: type) -> None:
+def install(pipeline_classes: Sequence[type], model_class: type) -> None:
     """Adds the methods to diffusers' base classes, so that every pipeline and model has them."""
     for name in (
         "enable_distributed_layerwise_offload",
         "disable_distributed_layerwise_offload",
         "distributed_layerwise_offload",
     ):
-        setattr(pipeline_class, name, vars(DistributedLayerwiseOffloadMixin)[name])
+        for pipeline_class in pipeline_classes:
+            setattr(pipeline_class, name, vars(DistributedLayerwiseOffloadMixin)[name])
     for name, value in {
         "enable_distributed_layerwise_offload": _enable_on_model,
         "disable_distributed_layerwise_offload": _disable_on_model,

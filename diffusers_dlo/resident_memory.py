@@ -57,7 +57,7 @@ class ResidentMemory:
         self._components: list[Component] = []
         self._allocated: list[tuple[Component, Allocation]] = []
         self._agreement: ResidentAgreement | None = None
-        self._watched: list[Retrying] = []
+        self._watched: list[weakref.ref[Retrying]] = []  # a model that the user drops has to be free to go
         self._finalizers: list[weakref.finalize] = []
         self._check_budget()
         if self._wants_pull(config.gather):
@@ -96,7 +96,7 @@ class ResidentMemory:
         for component in self._components:
             component.watcher = self
         for module in placed:
-            self._watched += watch(module, self)
+            self._watched += [weakref.ref(watched) for watched in watch(module, self)]
 
     def close(self) -> None:
         """The offload is taken off: placed models are as they were, and nothing is agreed any more. Idempotent."""
@@ -119,7 +119,9 @@ class ResidentMemory:
 
     def _unwatch(self) -> None:
         while self._watched:
-            self._watched.pop().let_go(self)
+            watched = self._watched.pop()()
+            if watched is not None:
+                watched.let_go(self)
 
     def fill(self) -> None:
         """Brings what no pass brings. All ranks together; nobody reads before all have."""

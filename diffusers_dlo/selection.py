@@ -7,6 +7,7 @@ weights. Must not plan how they stream.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
@@ -15,13 +16,16 @@ from .block_discovery import Selection, find_units, select_components
 from .checkpoint.mapped import locate_tensors
 from .checkpoint.remap import remap_function
 from .config import DistributedLayerwiseOffloadConfig
-from .validation import refuse_fixed_addresses
+from .validation import is_moved_by_others, refuse_fixed_addresses
 
 
 def select(
     module_or_pipeline: object, config: DistributedLayerwiseOffloadConfig, components: Sequence[str] | None
 ) -> Selection:
-    """The components of a pipeline, or of a single module, which is then the component `model`."""
+    """
+    The components of a pipeline, or of a single module, which is then the component `model`. Those that something
+    else moves, and that would not stream, are left to it.
+    """
     if isinstance(module_or_pipeline, nn.Module):
         if components is not None:
             raise ValueError("'components' belongs to a pipeline; a single module is one component.")
@@ -32,9 +36,11 @@ def select(
             f"Expected a torch.nn.Module or a DiffusionPipeline, got {type(module_or_pipeline).__name__!r}."
         )
     modules = {name: _unwrap(value, name) for name, value in named.items() if isinstance(value, nn.Module)}
-    return select_components(
+    selection = select_components(
         modules, components, config.blocks_of if isinstance(config.blocks, Mapping) else _class_decides
     )
+    placed = {name: module for name, module in selection.placed.items() if not is_moved_by_others(module)}
+    return replace(selection, placed=placed)
 
 
 def _unwrap(module: nn.Module, name: str) -> nn.Module:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
+from accelerate.hooks import CpuOffload
 from torch import nn
 
 from .casts import pending_casts
 from .checkpoint.pending_guard import find_change
 from .config import DistributedLayerwiseOffloadConfig
+from .device.onload import is_same_device
 from .tensor_utils import is_dtensor
 
 
@@ -35,21 +37,39 @@ def refuse_foreign_offload(root: nn.Module, name: str) -> None:
         refuse_foreign_hooks(module, f"{name}.{path}" if path else name)
 
 
-def refuse_foreign_hooks(module: nn.Module, path: str) -> None:
-    """As `refuse_foreign_offload`, for the hooks of one module alone."""
+def refuse_foreign_hooks(module: nn.Module, path: str, device: torch.device | None = None) -> None:
+    """
+    As `refuse_foreign_offload`, for the hooks of one module alone. With `device`, the one it streams to, what
+    `enable_model_cpu_offload` put on it since is let be: it calls `.to`, which moves nothing that streams.
+    """
     attributes = vars(module)
     registry = attributes.get("_diffusers_hook")
     for hook, reason in _FOREIGN_HOOKS.items():
         if registry is not None and registry.get_hook(hook) is not None:
             raise ValueError(
                 f"'{path}' cannot be put under distributed layerwise offload: {reason} on it. "
-                "Reload it without that, or use one of the two."
+                "Reload it without that, or use one of the two; components=[...] leaves a component of a pipeline to "
+                "the other."
             )
-    if "_hf_hook" in attributes:
+    foreign = attributes.get("_hf_hook")
+    if isinstance(foreign, CpuOffload) and device is not None and is_same_device(foreign.execution_device, device):
+        return
+    if foreign is not None:
         raise ValueError(
             f"'{path}' cannot be put under distributed layerwise offload: accelerate moves its weights (a "
-            f"{type(attributes['_hf_hook']).__name__} is on it). Call pipe.remove_all_hooks(), or load without it."
+            f"{type(foreign).__name__} is on it). Call pipe.remove_all_hooks(), or load without it. "
+            "pipe.enable_model_cpu_offload() may follow when this offload is enabled."
         )
+
+
+def is_moved_by_others(module: nn.Module) -> bool:
+    """Whether group offloading or accelerate decides where the weights of a component are."""
+    for part in module.modules():
+        registry = vars(part).get("_diffusers_hook")
+        names = [name for name in _FOREIGN_HOOKS if name != "layerwise_casting"]
+        if "_hf_hook" in vars(part) or any(registry is not None and registry.get_hook(name) for name in names):
+            return True
+    return False
 
 
 def validate_module(module: nn.Module, name: str, transfer: str) -> None:
@@ -91,9 +111,8 @@ def validate_placed(module: nn.Module, name: str) -> None:
     Refuses a component that is only placed on the device, but cannot be.
 
     Raises:
-        `ValueError`: something else moves its weights. `RuntimeError`: weights without values.
+        `RuntimeError`: weights without values.
     """
-    refuse_foreign_offload(module, name)
     _refuse_meta(module, name)
 
 

@@ -138,7 +138,6 @@ def test_choosing_components(checkpoints: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "method,args",
     (
-        ("enable_model_cpu_offload", ("cpu",)),
         ("enable_sequential_cpu_offload", ("cpu",)),
         ("enable_group_offload", (torch.device("cpu"),)),
         ("fuse_lora", ()),

@@ -1,5 +1,8 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
-"""Owns which device a rank computes on. Must not name a vendor: torch.accelerator knows what there is."""
+"""
+Owns which device a rank computes on, and whether two are the same. Must not name a vendor: torch.accelerator knows
+what there is.
+"""
 
 from __future__ import annotations
 
@@ -45,3 +48,16 @@ def resolve_device(device: torch.device | None, local_rank: int | None = None) -
     if index >= torch.accelerator.device_count():
         raise ValueError(f"'{device}' is not available: this process sees {torch.accelerator.device_count()} devices.")
     return torch.device(device.type, index)
+
+
+def is_same_device(one: torch.device | str | int, other: torch.device | str | int) -> bool:
+    """Whether two name one device: the CPU is one, whatever its index; others with no index are the current one."""
+    (first, one_index), (second, other_index) = _kind_and_index(one), _kind_and_index(other)
+    return first == second and (first == "cpu" or one_index == other_index)
+
+
+def _kind_and_index(device: torch.device | str | int) -> tuple[str, int]:
+    device = torch.device(device)
+    if device.index is not None or device.type == "cpu" or not torch.accelerator.is_available():
+        return device.type, device.index or 0
+    return device.type, torch.accelerator.current_device_index()
