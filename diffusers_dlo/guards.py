@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,10 @@ from .managed_tensor import ManagedTensor
 from .units import Component, Unit
 
 
+if TYPE_CHECKING:
+    from .loader_guards import LoaderGuard
+
+
 _REFUSED_ON_MODEL = {
     "fuse_qkv_projections": "it would fuse placeholders. Fuse before enabling",
     "unfuse_qkv_projections": "the fused weights are streamed. Disable first",
@@ -29,7 +33,6 @@ _REFUSED_ON_MODEL = {
     "unfuse_lora": "it would change weights that are not on the device. Disable first",
     "enable_group_offload": "both would move the same weights. Use one of them",
     "enable_layerwise_casting": "it would cast weights in the slots. Use one of them",
-    "load_state_dict": "it would load into placeholders. Disable first, or load before enabling",
     "__deepcopy__": "the copy would hold placeholders. Disable first",
     "__reduce_ex__": "what is pickled would hold placeholders. Save with save_pretrained, or disable first",
 }
@@ -38,13 +41,16 @@ _REFUSED_ON_PIPELINE = {
     "enable_sequential_cpu_offload": "both would move the same weights",
     "enable_group_offload": "both would move the same weights",
     "fuse_lora": "it would add to weights that are not on the device. Fuse before enabling",
-    "unfuse_lora": "it would change weights that are not on the device",
+    "unfuse_lora": "it would change weights that are not on the device. Disable first",
     "fuse_qkv_projections": "it would fuse placeholders. Fuse before enabling",
 }
 
 
-_RE_POINTING = torch.ops.aten._has_compatible_shallow_copy_type.default
-"""What `.data =` dispatches: it reads no value."""
+_READ_NOTHING = (torch.ops.aten._has_compatible_shallow_copy_type.default, torch.ops.aten.detach.default)
+"""What `.data =` and `.data` dispatch; who reads what they give is noticed then."""
+_OTHER_BLOCKS = (
+    "Name the ModuleLists that can stream with blocks=[...], or leave this component out with components=[...]."
+)
 
 
 class Guards:
@@ -55,12 +61,14 @@ class Guards:
         component (`Component`): its state.
         root (`nn.Module`): the component's module.
         device (`torch.device`): the onload device.
+        loaders (`LoaderGuard`): what its loaders of adapters go through.
     """
 
-    def __init__(self, component: Component, root: nn.Module, device: torch.device) -> None:
+    def __init__(self, component: Component, root: nn.Module, device: torch.device, loaders: LoaderGuard) -> None:
         self._component = component
         self._root = root
         self._device = device
+        self._loaders = loaders
         self._shadows: list[tuple[nn.Module, str, Any]] = []
         self._handles: list[RemovableHandle] = []
 
@@ -70,6 +78,8 @@ class Guards:
         for name, reason in _REFUSED_ON_MODEL.items():
             if name.startswith("__") or callable(getattr(root, name, None)):
                 self._shadow(root, name, _refusal(f"'{component.name}'", name, reason))
+        for name, replacement in self._loaders.replacements().items():
+            self._shadow(root, name, replacement)
         files = component.store.plan.files
         if files and callable(getattr(root, "save_pretrained", None)):
             self._shadow(root, "save_pretrained", _save_guard(component.name, root, files))
@@ -87,7 +97,7 @@ class Guards:
                 self._shadow(module, "_apply", _apply_guard(component.name, module, tensors, device, is_root=False))
                 for name in ("__deepcopy__", "__reduce_ex__"):
                     self._shadow(module, name, _refusal(f"'{component.name}'", name, _REFUSED_ON_MODEL[name]))
-            self._handles.append(module.register_state_dict_post_hook(_serve_state_dict(component.name, entries)))
+            self._handles.append(module.register_state_dict_post_hook(_serve_state_dict(entries, self._loaders)))
 
     def remove(self) -> None:
         """Takes every guard back. Idempotent."""
@@ -184,19 +194,21 @@ def _save_guard(name: str, root: nn.Module, files: Sequence[str]) -> Callable:
     return save_pretrained
 
 
-def _serve_state_dict(name: str, entries: list[tuple[str, Unit, int, ManagedTensor]]) -> Callable:
+def _serve_state_dict(entries: list[tuple[str, Unit, int, ManagedTensor]], loaders: LoaderGuard) -> Callable:
     """
     A `state_dict` hook that puts in managed tensors from the host store; without a copy, and not to be written to.
     """
 
     def serve(module: nn.Module, state_dict: dict, prefix: str, local_metadata: Mapping) -> None:
+        if loaders.names_only:
+            return
         for attribute, unit, index, tensor in entries:
             key = prefix + attribute
             current = module._parameters.get(attribute, module._buffers.get(attribute))
             if key not in state_dict or tensor.kept or current is not tensor.born:
                 continue
-            value = unit.value(index)
-            state_dict[key] = value
+            if not loaders.loading or unit.store.is_whole(unit.key):
+                state_dict[key] = unit.value(index)
 
     return serve
 
@@ -204,23 +216,24 @@ def _serve_state_dict(name: str, entries: list[tuple[str, Unit, int, ManagedTens
 class PlaceholderGuard(TorchDispatchMode):
     """
     Raises when an operation reads the placeholder of a managed tensor, naming it. NaNs are no reliable alarm: a
-    comparison swallows them, an integer has none.
+    comparison swallows them, an integer has none. The message ends with `remedy`.
     """
 
-    def __init__(self, component: Component) -> None:
+    def __init__(self, component: Component, remedy: str = _OTHER_BLOCKS) -> None:
         super().__init__()
+        self._remedy = remedy
         self._component = component
         self._tensors = [tensor for unit in component.units for tensor in unit.tensors]
         self._storages = {tensor.placeholder.untyped_storage()._cdata: tensor for tensor in self._tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)) if func is not _RE_POINTING else ():
+        reads = func not in _READ_NOTHING and str((kwargs or {}).get("device")) != "meta"
+        for leaf in tree_leaves((args, kwargs)) if reads else ():
             if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
                 found = self._storages.get(leaf.untyped_storage()._cdata)
                 if found is not None:
                     raise RuntimeError(
                         f"'{found.name}' of '{self._component.name}' was read outside its block's turn (by {func}), "
-                        "when its weights are not on the device. Name the ModuleLists that can stream with "
-                        "blocks=[...], or leave this component out with components=[...]."
+                        f"when its weights are not on the device. {self._remedy}"
                     )
         return func(*args, **(kwargs or {}))

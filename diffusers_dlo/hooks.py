@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from .engine import Engine
 from .guards import PlaceholderGuard
 from .interrupts import interrupts
+from .loader_guards import adapter_configs, refuse_adapters_of_placeholders, same_objects
 from .outputs import own_output
 from .tensor_utils import iter_tensors
 from .units import Component, Unit
@@ -80,6 +81,7 @@ class ComponentHooks:
         self._hooked: set[int] = set()
         self._first: _FirstForward | None = None
         self._checked = False
+        self._adapters = adapter_configs(root)
         self._entered: tuple[nn.Module, set[int], int] | None = None
 
     @property
@@ -163,6 +165,7 @@ class ComponentHooks:
             # One left by a KeyboardInterrupt, after which torch runs no hooks, does not enclose what is called next.
             if self._entered is None or id(module) not in self._entered[1]:
                 self._check_alone()
+                self._check_adapters()
                 self._engine.enter(self._component)
                 self.end_first()
                 self._entered = (module, inner, threading.get_ident())
@@ -187,6 +190,15 @@ class ComponentHooks:
             attributes = vars(module)
             if "_hf_hook" in attributes or "_diffusers_hook" in attributes:
                 refuse_foreign_hooks(module, self._component.name)
+
+    def _check_adapters(self) -> None:
+        """The forward after adapters came or went is checked as a first one: some read weights of other modules."""
+        root = self._find_root()
+        configs = () if root is None else adapter_configs(root)
+        if root is not None and not same_objects(configs, self._adapters):
+            refuse_adapters_of_placeholders(root, self._component.name)
+            self._adapters = configs
+            self._checked = False
 
     # The first forward of a component looks for weights that are used outside their block's turn.
 

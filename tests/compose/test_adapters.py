@@ -1,0 +1,494 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""LoRA and other PEFT adapters: whatever is loaded, changed and taken out, before and after enabling."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import peft
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors.torch import load_file
+
+from diffusers_dlo import apply_distributed_layerwise_offload
+from tests.compose.adapting import (
+    adapter,
+    assert_same_weights,
+    equal,
+    flux_pipe,
+    outputs,
+    play,
+    prefixed,
+    wan_pipe,
+)
+from tests.ranks import run_ranks
+from tests.zoo import build
+
+
+ONE = ["to_q", "to_k", "ff.net.0.proj", "proj_out", "x_embedder"]  # in blocks and outside
+TWO = ["to_q", "to_v"]
+TEXT = ["q_proj", "v_proj"]
+
+
+@functools.cache
+def _one() -> dict:
+    return {**prefixed("transformer", adapter("flux", ONE, 5)), **prefixed("text_encoder", adapter("clip", TEXT, 7))}
+
+
+@functools.cache
+def _two() -> dict:
+    return prefixed("transformer", adapter("flux", TWO, 6, r=2))
+
+
+def one() -> dict:
+    """For the transformer and the text encoder."""
+    return dict(_one())
+
+
+def two() -> dict:
+    """For the transformer, in other layers and of another rank."""
+    return dict(_two())
+
+
+def loaded_after(pipe: Any, rank: int) -> Iterator[str]:
+    yield "enable"
+    yield "base"
+    pipe.load_lora_weights(one(), adapter_name="one")
+    yield "new"
+    pipe.load_lora_weights(two(), adapter_name="two")
+    yield "new"
+    pipe.set_adapters(["one", "two"], [0.3, 1.7])
+    yield "new"
+    pipe.set_adapters("two", 0.5)
+    yield "new"
+    pipe.disable_lora()
+    yield "base"
+    pipe.enable_lora()
+    pipe.set_adapters(["one", "two"])
+    pipe.delete_adapters("one")
+    yield "new"
+    pipe.unload_lora_weights()
+    yield "base"
+    pipe.load_lora_weights(one(), adapter_name="one")
+    yield "old"
+    yield "disable"
+    yield "same"
+    pipe.unload_lora_weights()
+    yield "base"
+
+
+def loaded_before(pipe: Any, rank: int) -> Iterator[str]:
+    pipe.load_lora_weights(one(), adapter_name="one")
+    pipe.load_lora_weights(two(), adapter_name="two")
+    yield "enable"
+    yield "new"
+    pipe.set_adapters(["one", "two"], [0.25, 0.5])
+    yield "new"
+    pipe.delete_adapters("two")
+    yield "new"
+    pipe.unload_lora_weights()
+    yield "base"
+    yield "disable"
+    yield "base"
+
+
+def into_the_second_transformer(pipe: Any, rank: int) -> Iterator[str]:
+    state = prefixed("transformer", adapter("wan", TWO, 5))
+    pipe.load_lora_weights(dict(state), adapter_name="early", load_into_transformer_2=True)
+    yield "enable"
+    yield "new"
+    pipe.load_lora_weights(dict(state), adapter_name="late")
+    yield "new"
+    pipe.load_lora_weights(prefixed("transformer", adapter("wan", ONE[:2], 8)), "more", load_into_transformer_2=True)
+    pipe.transformer_2.set_adapters(["early", "more"], [0.5, 2.0])
+    yield "new"
+    yield "disable"
+    yield "same"
+    pipe.unload_lora_weights()
+    yield "base"
+
+
+def hotswapped(pipe: Any, rank: int) -> Iterator[str]:
+    yield "enable"
+    pipe.enable_lora_hotswap(target_rank=8)
+    pipe.load_lora_weights(two(), adapter_name="two")
+    yield "new"
+    swapped = prefixed("transformer", adapter("flux", TWO, 9, r=8))
+    pipe.load_lora_weights(swapped, adapter_name="two", hotswap=True)
+    yield "new"
+    yield "disable"
+    yield "same"
+
+
+def hotswapped_at_equal_rank(pipe: Any, rank: int) -> Iterator[str]:
+    pipe.load_lora_weights(two(), adapter_name="two")
+    yield "enable"
+    yield "new"
+    pipe.load_lora_weights(prefixed("transformer", adapter("flux", TWO, 9, r=2)), adapter_name="two", hotswap=True)
+    yield "new"
+
+
+def with_norms(pipe: Any, rank: int) -> Iterator[str]:
+    """As Flux's control adapters: norms in blocks are overwritten, and unloading puts them back."""
+    norms = {k: torch.full_like(v, 1.5) for k, v in pipe.transformer.state_dict().items() if "norm_q" in k}
+    yield "enable"
+    yield "base"
+    pipe.load_lora_weights({**two(), **prefixed("transformer", norms)}, adapter_name="control")
+    yield "new"
+    pipe.unload_lora_weights()
+    yield "base"
+    yield "disable"
+    yield "base"
+
+
+def fused_before(pipe: Any, rank: int) -> Iterator[str]:
+    pipe.load_lora_weights(one(), adapter_name="one")
+    pipe.fuse_lora(components=["transformer", "text_encoder"])
+    pipe.unload_lora_weights()
+    yield "enable"
+    yield "new"
+    pipe.load_lora_weights(two(), adapter_name="two")
+    yield "new"
+    yield "disable"
+    yield "same"
+
+
+def after_a_forward_that_raised(pipe: Any, rank: int) -> Iterator[str]:
+    yield "enable"
+    for failing in (1, 0):
+        block = pipe.transformer.transformer_blocks[failing]
+        handle = block.ff.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            outputs(pipe, 0)
+        handle.remove()
+        pipe.load_lora_weights(two() if failing else one(), adapter_name=f"after{failing}")
+        yield "new"
+
+
+def on_one_rank_only(pipe: Any, rank: int) -> Iterator[str]:
+    yield "enable"
+    yield "base"
+    if rank == 0:
+        pipe.load_lora_weights(one(), adapter_name="one")
+    yield "base" if rank else "new"
+    if rank == 1:
+        pipe.load_lora_weights(two(), adapter_name="two")
+    yield "new" if rank else "same"
+    pipe.unload_lora_weights()
+    yield "base"
+    yield "disable"
+    yield "base"
+
+
+def with_other_kinds(model: Any, rank: int) -> Iterator[str]:
+    """DoRA reads weights of the layer it adapts, LoKr and OFT compute with them in their own ways."""
+    dora = adapter("flux", TWO, 5, use_dora=True)
+    yield "enable"
+    yield "base"
+    model.load_lora_adapter(dora, prefix=None, adapter_name="dora", low_cpu_mem_usage=True)
+    yield "new"
+    model.unload_lora()
+    yield "base"
+    for config, options in (
+        (peft.LoKrConfig, {"init_weights": False}),
+        (peft.LoHaConfig, {"init_weights": False}),
+        (peft.OFTConfig, {"init_weights": False, "oft_block_size": 4, "r": 0}),
+    ):
+        torch.manual_seed(3)
+        peft.inject_adapter_in_model(config(target_modules=TWO, **options), model, "x")
+        yield "new"
+        model.unload_lora()
+        yield "base"
+
+
+def of_another_dtype(model: Any, rank: int) -> Iterator[str]:
+    yield "enable"
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=TWO), "x")
+    yield "base"
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.manual_seed(len(name))
+            parameter.data = torch.randn_like(parameter).double()
+    yield "new"
+    yield "disable"
+    yield "same"
+
+
+FLUX = (
+    loaded_after,
+    loaded_before,
+    hotswapped,
+    hotswapped_at_equal_rank,
+    with_norms,
+    fused_before,
+    after_a_forward_that_raised,
+)
+
+
+def flux() -> torch.nn.Module:
+    return build("flux", 3)
+
+
+@pytest.mark.parametrize("script", FLUX)
+def test_flux(script: Any) -> None:
+    assert play(script, flux_pipe) >= 2
+
+
+def test_second_transformer() -> None:
+    assert play(into_the_second_transformer, wan_pipe, transfer="local") == 5
+
+
+@pytest.mark.parametrize("script", (with_other_kinds, of_another_dtype))
+def test_single_model(script: Any) -> None:
+    assert play(script, flux) >= 3
+
+
+def test_large_leaf() -> None:
+    """A leaf outside blocks that streams on demand is adapted like any other layer."""
+
+    def script(model: Any, rank: int) -> Iterator[str]:
+        yield "enable"
+        yield "base"
+        for name in ("first", "second"):
+            torch.manual_seed(len(name))
+            model.add_adapter(peft.LoraConfig(r=4, target_modules=["proj_out"], init_lora_weights=False), name)
+            yield "new"
+        model.unload_lora()
+        yield "base"
+        yield "disable"
+        yield "base"
+
+    def make() -> torch.nn.Module:
+        model = flux()
+        torch.manual_seed(0)
+        model.proj_out = torch.nn.Linear(32, 20_000)
+        return model
+
+    assert play(script, make) == 5
+
+
+CASES = (
+    (loaded_after, flux_pipe, {}),
+    (loaded_before, flux_pipe, {"device_budget": "60KB"}),
+    (on_one_rank_only, flux_pipe, {"host": "pinned", "transfer": "all_gather"}),
+    (on_one_rank_only, flux_pipe, {"transfer": "local"}),
+    (into_the_second_transformer, wan_pipe, {}),
+    (after_a_forward_that_raised, flux_pipe, {}),
+)
+
+
+def _on_ranks(rank: int, size: int) -> None:
+    for script, make, options in CASES:
+        assert play(script, make, rank, **options) >= 2
+    with pytest.raises(RuntimeError, match="differ"):
+        model = flux()
+        if rank == 0:
+            model.add_adapter(peft.LoraConfig(target_modules=TWO), "x")
+        apply_distributed_layerwise_offload(model)
+
+
+def test_ranks() -> None:
+    run_ranks(2, _on_ranks)
+
+
+def _mapped(rank: int, size: int, path: str) -> None:
+    def load() -> Any:
+        pipe = flux_pipe()
+        pipe.transformer = FluxTransformer2DModel.from_pretrained(path).eval()
+        return pipe
+
+    def checked(pipe: Any, rank: int) -> Iterator[str]:
+        for word in loaded_after(pipe, rank):
+            if pipe.transformer.distributed_layerwise_offload is not None:
+                assert "mapped" in pipe.transformer.distributed_layerwise_offload.report().host_kind
+            yield word
+
+    assert play(checked, load, rank) == 11
+    assert play(fused_before, load, rank) == 3  # what was fused is in no file
+
+
+def test_mapped_files(tmp_path: Any) -> None:
+    flux().save_pretrained(tmp_path)
+    _mapped(0, 1, str(tmp_path))
+    run_ranks(2, _mapped, str(tmp_path))
+
+
+def test_saving(tmp_path: Any) -> None:
+    model, reference = flux(), flux()
+    for each in (model, reference):
+        if each is model:
+            handle = apply_distributed_layerwise_offload(model)
+        each.load_lora_adapter(adapter("flux", TWO, 6), prefix=None, adapter_name="x")
+        each.load_lora_adapter(adapter("flux", ONE, 5), prefix=None, adapter_name="y")
+    wanted = peft.get_peft_model_state_dict(reference, adapter_name="x")
+    model.save_lora_adapter(tmp_path, "x")
+    saved = load_file(next(tmp_path.glob("*.safetensors")))
+    for got in (saved, peft.get_peft_model_state_dict(model, adapter_name="x")):
+        assert got.keys() == wanted.keys() and all(torch.equal(got[key], value) for key, value in wanted.items())
+    handle.remove()
+    assert_same_weights(model, reference)
+
+
+def _shards_only(rank: int, size: int, path: str) -> None:
+    model, reference = flux(), flux()
+    handle = apply_distributed_layerwise_offload(model, host="pinned")
+    for each in (model, reference):
+        each.load_lora_adapter(adapter("flux", TWO, 6), prefix=None, adapter_name="x")
+    model.save_lora_adapter(f"{path}/{rank}", "x")
+    with pytest.raises(RuntimeError, match="not whole on any one rank.*packed"):
+        peft.get_peft_model_state_dict(model, adapter_name="x")
+    assert equal(outputs(model, rank), outputs(reference, rank))
+    handle.remove()
+
+
+def test_shards_on_each_rank_are_enough(tmp_path: Any) -> None:
+    run_ranks(2, _shards_only, str(tmp_path))
+    wanted = adapter("flux", TWO, 6)
+    for rank in range(2):
+        saved = load_file(next((tmp_path / str(rank)).glob("*.safetensors")))
+        assert saved.keys() == wanted.keys() and all(torch.equal(saved[k], v) for k, v in wanted.items())
+
+
+def _dora(model: Any) -> None:
+    model.add_adapter(peft.LoraConfig(target_modules=TWO, use_dora=True), "bad")
+
+
+def _dora_from_a_file(model: Any) -> None:
+    model.load_lora_adapter(adapter("flux", TWO, 5, use_dora=True), prefix=None, adapter_name="bad")
+
+
+def _pissa(model: Any) -> None:
+    model.add_adapter(peft.LoraConfig(target_modules=TWO, init_lora_weights="pissa"), "bad")
+
+
+def _copied_module(model: Any) -> None:
+    model.add_adapter(peft.LoraConfig(target_modules=TWO, modules_to_save=["norm1"]), "bad")
+
+
+@pytest.mark.parametrize("others", (False, True), ids=("alone", "beside-another"))
+@pytest.mark.parametrize("add", (_dora, _dora_from_a_file, _pissa, _copied_module))
+def test_made_from_streamed_weights(add: Any, others: bool) -> None:
+    """Refused, and taken out again, whether adapters were there before or not."""
+    model = flux()
+    base = outputs(model, 0)
+    handle = apply_distributed_layerwise_offload(model)
+    assert equal(outputs(model, 0), base)
+    if others:
+        model.load_lora_adapter(adapter("flux", TWO[:1], 6), prefix=None, adapter_name="good")
+    before, names = outputs(model, 1), list(dict(model.named_parameters()))
+    with pytest.raises((RuntimeError, ValueError), match="made from it.*before enabling|copy would hold placeholders"):
+        add(model)
+    if not others:
+        assert list(dict(model.named_parameters())) == names and not hasattr(model, "peft_config")
+    assert equal(outputs(model, 1), before)
+    model.load_lora_adapter(adapter("flux", TWO, 8), prefix=None, adapter_name="bad")  # the name is free again
+    handle.remove()
+
+
+def test_made_from_streamed_weights_by_peft_itself() -> None:
+    model = flux()
+    base = outputs(model, 0)
+    handle = apply_distributed_layerwise_offload(model)
+    assert equal(outputs(model, 0), base)
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=TWO, use_dora=True), model, "bad")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="'transformer_blocks.0.attn.to_q' in 'model' is NaN.*before enabling"):
+            outputs(model, 0)
+    model.delete_adapters("bad")
+    assert equal(outputs(model, 0), base)
+    handle.remove()
+
+
+def test_leaf_read_by_an_adapter_is_named() -> None:
+    """DoRA reads a leaf's weight after its call: noticed in the next forward, also long after the first one."""
+    model = flux()
+    torch.manual_seed(0)
+    model.proj_out = torch.nn.Linear(32, 20_000)
+    base = outputs(model, 0)
+    handle = apply_distributed_layerwise_offload(model)
+    assert equal(outputs(model, 0), base)
+    config = peft.LoraConfig(target_modules=["proj_out"], use_dora=True)
+    peft.inject_adapter_in_model(config, model, "x", low_cpu_mem_usage=True)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            module = model.get_submodule(name.rpartition(".")[0])
+            module.weight = torch.nn.Parameter(torch.ones(parameter.shape))
+    with pytest.raises(RuntimeError, match="'proj_out.weight' of 'model' was read outside its block's turn"):
+        outputs(model, 0)
+    model.unload_lora()
+    assert equal(outputs(model, 0), base)
+    handle.remove()
+
+
+def test_wider_layer_inside_a_block_is_refused() -> None:
+    """Diffusers widens a layer for an adapter with more inputs, from its weight: outside blocks, not inside."""
+    pipe, reference = flux_pipe(), flux_pipe()
+    handle = pipe.enable_distributed_layerwise_offload(components=["transformer"])
+    state = two()
+    key = "transformer.transformer_blocks.1.attn.to_q.lora_A.weight"
+    with pytest.raises(RuntimeError, match="'transformer_blocks.1.attn.to_q.weight'.*before enabling"):
+        pipe.load_lora_weights({**state, key: torch.ones(2, 64)}, adapter_name="x")
+    assert equal(outputs(pipe, 0), outputs(reference, 0))
+    wider = prefixed("transformer", adapter("flux", ["x_embedder"], 5))
+    wider["transformer.x_embedder.lora_A.weight"] = torch.linspace(-1, 1, 128).reshape(4, 32)
+    for each in (pipe, reference):
+        each.load_lora_weights(dict(wider), adapter_name="x")
+        assert each.transformer.config.in_channels == 32
+        each.unload_lora_weights(reset_to_overwritten_params=True)
+    assert equal(outputs(pipe, 0), outputs(reference, 0))
+    handle.remove()
+    assert_same_weights(pipe, reference)
+
+
+@pytest.mark.parametrize("method", ("fuse_lora", "unfuse_lora"))
+def test_fusing_is_refused(method: str) -> None:
+    pipe, reference = flux_pipe(), flux_pipe()
+    for each in (pipe, reference):
+        if each is pipe:
+            handle = pipe.enable_distributed_layerwise_offload(components=["transformer", "text_encoder"])
+        each.load_lora_weights(one(), adapter_name="one")
+    remedy = "Fuse before enabling" if method == "fuse_lora" else "Disable first"
+    for owner in (pipe, pipe.transformer):
+        with pytest.raises(ValueError, match=f"'{method}' is refused.*{remedy}"):
+            getattr(owner, method)()
+    layer = pipe.text_encoder.get_submodule("encoder.layers.0.self_attn.q_proj")
+    for safe in (False, True):  # PEFT's own, on one layer
+        with pytest.raises((RuntimeError, ValueError), match="single memory location|NaNs detected"):
+            layer.merge(safe_merge=safe)
+    assert equal(outputs(pipe, 0), outputs(reference, 0))
+    handle.remove()
+    for each in (pipe, reference):
+        each.fuse_lora(components=["transformer", "text_encoder"])
+    assert equal(outputs(pipe, 0), outputs(reference, 0))
+    assert_same_weights(pipe, reference)
+
+
+@pytest.mark.parametrize("nbytes", (1 << 20, (1 << 20) + 4), ids=("small", "large"))
+def test_loading_part_of_the_weights(nbytes: int) -> None:
+    """What some adapters do: a few small weights stay on the device from then on, large ones are refused."""
+
+    def make() -> torch.nn.Module:
+        model = flux()
+        model.transformer_blocks[1].extra = torch.nn.Parameter(torch.ones(nbytes // 4))
+        return model
+
+    model, reference = make(), make()
+    handle = apply_distributed_layerwise_offload(model)
+    part = {
+        "transformer_blocks.1.extra": torch.zeros(nbytes // 4),
+        "transformer_blocks.0.norm1.linear.bias": torch.ones(192),
+    }
+    for strict in (True, False):
+        if strict or nbytes > 1 << 20:
+            with pytest.raises(ValueError, match="'load_state_dict' is refused.*Disable first"):
+                model.load_state_dict(part, strict=strict)
+        else:
+            for each in (model, reference):
+                missing, unexpected = each.load_state_dict(part, strict=False)
+                assert not unexpected and part.keys().isdisjoint(missing)
+    assert equal(outputs(model, 0), outputs(reference, 0))
+    handle.remove()
+    assert_same_weights(model, reference)
