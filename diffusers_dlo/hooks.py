@@ -196,7 +196,7 @@ class ComponentHooks:
         root = self._find_root()
         configs = () if root is None else adapter_configs(root)
         if root is not None and not same_objects(configs, self._adapters):
-            refuse_adapters_of_placeholders(root, self._component.name)
+            refuse_adapters_of_placeholders(root, self._component)
             self._adapters = configs
             self._checked = False
 

@@ -24,6 +24,7 @@ from .units import Component
 
 _LOADERS_ON_MODEL = ("add_adapter", "load_lora_adapter", "load_adapter", "save_lora_adapter")
 _LOADERS_ON_PIPELINE = ("load_lora_weights", "unload_lora_weights", "load_ip_adapter")
+_VOCABULARY_ON_MODEL = ("resize_token_embeddings", "set_input_embeddings")
 _VOCABULARY_ON_PIPELINE = ("load_textual_inversion", "unload_textual_inversion")
 _BEFORE_ENABLING = (
     "What is loaded is made from it, and was taken out again. Load it before enabling, or disable first; an adapter "
@@ -82,8 +83,9 @@ class LoaderGuard:
         names = [name for name in _LOADERS_ON_MODEL if callable(getattr(self._root, name, None))]
         found: dict[str, Callable] = {name: self._watched(name) for name in names}
         found["load_state_dict"] = self._load_state_dict
-        if callable(getattr(self._root, "resize_token_embeddings", None)):
-            found["resize_token_embeddings"] = self._resize_token_embeddings
+        for name in _VOCABULARY_ON_MODEL:
+            if callable(getattr(self._root, name, None)):
+                found[name] = self._checked(name)
         return found
 
     @property
@@ -108,9 +110,15 @@ class LoaderGuard:
                 "would make a vocabulary from placeholders. Call it before enabling, or disable first."
             )
 
-    def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        self.refuse_vocabulary("resize_token_embeddings")
-        return type(self._root).resize_token_embeddings(self._root, *args, **kwargs)  # type: ignore[attr-defined]
+    def _checked(self, name: str) -> Callable:
+        original = getattr(type(self._root), name)
+
+        @functools.wraps(original)
+        def rebuild(*args: Any, **kwargs: Any) -> Any:
+            self.refuse_vocabulary(name)
+            return original(self._root, *args, **kwargs)
+
+        return rebuild
 
     def _watched(self, name: str) -> Callable:
         original = getattr(type(self._root), name)
@@ -218,23 +226,30 @@ def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others))
 
 
-def refuse_adapters_of_placeholders(root: nn.Module, name: str) -> None:
+def refuse_adapters_of_placeholders(root: nn.Module, component: Component) -> None:
     """
-    Refuses adapters that PEFT's own functions, which cannot be guarded, made from placeholders: these are NaN.
+    Refuses adapters that functions which cannot be guarded, PEFT's own for one, made from placeholders: these are NaN,
+    or a layer that was exchanged to fit them is.
 
     Raises:
         `RuntimeError`: naming the layer.
     """
-    found = [(path, tensor) for path, layer in _tuner_layers(root) for tensor in _adapter_tensors(layer)]
+    streamed = {id(tensor.born) for unit in component.units for tensor in unit.tensors}
+    found = [
+        (path, tensor)
+        for path, layer in _tuner_layers(root)
+        for tensor in layer.parameters()
+        if id(tensor) not in streamed and tensor.is_floating_point() and not tensor.is_meta
+    ]
     flags: dict[torch.device, list[torch.Tensor]] = {}
     for _, tensor in found:
-        flags.setdefault(tensor.device, []).append(tensor.isnan().any())
+        flags.setdefault(tensor.device, []).append(tensor.detach().isnan().any())
     if not any(torch.stack(some).any() for some in flags.values()):  # one wait for each device
         return
-    path = next(path for path, tensor in found if tensor.isnan().any())
+    path = next(path for path, tensor in found if tensor.detach().isnan().any())
     raise RuntimeError(
-        f"An adapter of '{path}' in '{name}' is NaN: it was made from weights that are not on the device while they "
-        "stream. Delete it, and add it before enabling."
+        f"An adapter of '{path}' in '{component.name}' is NaN, or the layer is: it was made from weights that are not "
+        "on the device while they stream. Delete it, and load it before enabling."
     )
 
 
@@ -250,17 +265,6 @@ def _tuner_layers(root: nn.Module) -> list[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [(path, module) for path, module in root.named_modules() if isinstance(module, BaseTunerLayer)]
-
-
-def _adapter_tensors(layer: Any) -> list[torch.Tensor]:
-    held = [getattr(layer, attribute, None) for attribute in layer.adapter_layer_names]
-    return [
-        tensor
-        for module in held
-        if isinstance(module, nn.Module)
-        for tensor in module.parameters()
-        if tensor.is_floating_point() and not tensor.is_meta
-    ]
 
 
 def _adapter_names(root: nn.Module) -> set[str]:

@@ -179,8 +179,21 @@ def on_one_rank_only(pipe: Any, rank: int) -> Iterator[str]:
     yield "new" if rank else "same"
     pipe.unload_lora_weights()
     yield "base"
+    if rank == 0:
+        pipe.load_lora_weights(two(), adapter_name="kept")
+    yield "base" if rank else "new"
     yield "disable"
-    yield "base"
+    yield "same"
+
+
+def of_each_rank_its_own(pipe: Any, rank: int) -> Iterator[str]:
+    """The same layers, but other weights and sizes: they are no part of what ranks share."""
+    own = adapter("flux", TWO, 20 + rank, r=2 + 2 * rank)
+    pipe.load_lora_weights(prefixed("transformer", own), adapter_name="own")
+    yield "enable"
+    yield "new"
+    pipe.set_adapters("own", 0.5 + rank)
+    yield "new"
 
 
 def with_other_kinds(model: Any, rank: int) -> Iterator[str]:
@@ -275,6 +288,7 @@ CASES = (
     (loaded_before, flux_pipe, {"device_budget": "60KB"}),
     (on_one_rank_only, flux_pipe, {"host": "pinned", "transfer": "all_gather"}),
     (on_one_rank_only, flux_pipe, {"transfer": "local"}),
+    (of_each_rank_its_own, flux_pipe, {}),
     (into_the_second_transformer, wan_pipe, {}),
     (after_a_forward_that_raised, flux_pipe, {}),
 )
@@ -397,8 +411,15 @@ def test_made_from_streamed_weights_by_peft_itself() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="'transformer_blocks.0.attn.to_q' in 'model' is NaN.*before enabling"):
             outputs(model, 0)
-    model.delete_adapters("bad")
+    model.unload_lora()
     assert equal(outputs(model, 0), base)
+    state = two()
+    key = "transformer.transformer_blocks.1.attn.to_q.lora_A.weight"
+    pipe = flux_pipe()
+    pipe.transformer = model  # the model was enabled and not the pipeline, whose loaders are not guarded then
+    pipe.load_lora_weights({**state, key: torch.ones(2, 64)}, adapter_name="wider")
+    with pytest.raises(RuntimeError, match="'transformer_blocks.1.attn.to_q' in 'model' is NaN, or the layer is"):
+        outputs(model, 0)
     handle.remove()
 
 
