@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,15 +41,16 @@ _REFUSED_ON_PIPELINE = {
     "enable_sequential_cpu_offload": "both would move the same weights",
     "enable_group_offload": "both would move the same weights",
     "fuse_lora": "it would add to weights that are not on the device. Fuse before enabling",
-    "unfuse_lora": "it would change weights that are not on the device. Disable first",
+    "unfuse_lora": "it would change weights that are not on the device",
     "fuse_qkv_projections": "it would fuse placeholders. Fuse before enabling",
 }
 
 
-_READ_NOTHING = (torch.ops.aten._has_compatible_shallow_copy_type.default, torch.ops.aten.detach.default)
-"""What `.data =` and `.data` dispatch; who reads what they give is noticed then."""
-_OTHER_BLOCKS = (
-    "Name the ModuleLists that can stream with blocks=[...], or leave this component out with components=[...]."
+_RE_POINTING = frozenset({torch.ops.aten._has_compatible_shallow_copy_type.default})
+"""What `.data =` dispatches: it reads no value."""
+_OUTSIDE = (
+    "outside its block's turn, when its weights are not on the device. Name the ModuleLists that can stream with "
+    "blocks=[...], or leave this component out with components=[...]"
 )
 
 
@@ -216,24 +217,27 @@ def _serve_state_dict(entries: list[tuple[str, Unit, int, ManagedTensor]], loade
 class PlaceholderGuard(TorchDispatchMode):
     """
     Raises when an operation reads the placeholder of a managed tensor, naming it. NaNs are no reliable alarm: a
-    comparison swallows them, an integer has none. The message ends with `remedy`.
+    comparison swallows them, an integer has none.
+
+    Args:
+        allowed (`Collection`): operations that read no value; nor do those whose result is on the meta device.
+        when (`str`): the end of the message: when it was read, and the way out.
     """
 
-    def __init__(self, component: Component, remedy: str = _OTHER_BLOCKS) -> None:
+    def __init__(self, component: Component, allowed: Collection[Any] = _RE_POINTING, when: str = _OUTSIDE) -> None:
         super().__init__()
-        self._remedy = remedy
         self._component = component
+        self._allowed = allowed
+        self._when = when
         self._tensors = [tensor for unit in component.units for tensor in unit.tensors]
         self._storages = {tensor.placeholder.untyped_storage()._cdata: tensor for tensor in self._tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        reads = func not in _READ_NOTHING and str((kwargs or {}).get("device")) != "meta"
+        reads = func not in self._allowed and str((kwargs or {}).get("device")) != "meta"
         for leaf in tree_leaves((args, kwargs)) if reads else ():
             if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
                 found = self._storages.get(leaf.untyped_storage()._cdata)
                 if found is not None:
-                    raise RuntimeError(
-                        f"'{found.name}' of '{self._component.name}' was read outside its block's turn (by {func}), "
-                        f"when its weights are not on the device. {self._remedy}"
-                    )
+                    name = f"'{found.name}' of '{self._component.name}'"
+                    raise RuntimeError(f"{name} was read {self._when} ({func}).")
         return func(*args, **(kwargs or {}))

@@ -26,9 +26,11 @@ _LOADERS_ON_MODEL = ("add_adapter", "load_lora_adapter", "load_adapter", "save_l
 _LOADERS_ON_PIPELINE = ("load_lora_weights", "unload_lora_weights", "load_ip_adapter")
 _VOCABULARY_ON_MODEL = ("resize_token_embeddings", "set_input_embeddings")
 _VOCABULARY_ON_PIPELINE = ("load_textual_inversion", "unload_textual_inversion")
-_BEFORE_ENABLING = (
-    "What is loaded is made from it, and was taken out again. Load it before enabling, or disable first; an adapter "
-    "from a file also loads with low_cpu_mem_usage=True."
+_NO_VALUE = frozenset({torch.ops.aten._has_compatible_shallow_copy_type.default, torch.ops.aten.detach.default})
+"""What `.data =` and `.data` dispatch; whoever reads what the latter gives is noticed then."""
+_BY_A_LOADER = (
+    "by a loader, when its weights are not on the device. What is loaded is made from it, and was taken out again. "
+    "Load it before enabling, or disable first; an adapter from a file also loads with low_cpu_mem_usage=True"
 )
 
 
@@ -69,7 +71,7 @@ class LoaderGuard:
         self._loading += 1
         self._loading_model += names_only
         try:
-            with PlaceholderGuard(self._component, _BEFORE_ENABLING):
+            with PlaceholderGuard(self._component, _NO_VALUE, _BY_A_LOADER):
                 yield
         except BaseException:
             _take_out(self._root, before)
