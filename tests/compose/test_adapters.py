@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel
+from diffusers import FluxPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file
 
 from diffusers_dlo import apply_distributed_layerwise_offload
@@ -27,6 +29,10 @@ from tests.compose.adapting import (
 )
 from tests.ranks import run_ranks
 from tests.zoo import build
+
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import tiny_checkpoints
 
 
 ONE = ["to_q", "to_k", "ff.net.0.proj", "proj_out", "x_embedder"]  # in blocks and outside
@@ -331,6 +337,36 @@ def test_mapped_files(tmp_path: Any) -> None:
     run_ranks(2, _mapped, str(tmp_path))
 
 
+def test_switched_between_the_steps_of_a_call(tmp_path: Any) -> None:
+    """A whole pipeline: its callback loads, scales and takes out adapters while it runs."""
+    path = tiny_checkpoints.build_tiny_flux(tmp_path / "flux")
+    first = FluxTransformer2DModel.from_pretrained(path, subfolder="transformer", dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    first.add_adapter(peft.LoraConfig(r=4, target_modules=TWO, init_lora_weights=False), "x")
+    state = prefixed("transformer", peft.get_peft_model_state_dict(first, adapter_name="x"))
+
+    def switch(pipe: Any, step: int, timestep: torch.Tensor, kwargs: dict) -> dict:
+        if step == 0:
+            pipe.load_lora_weights(dict(state), adapter_name="x")
+        elif step == 1:
+            pipe.set_adapters("x", 3.0)
+        else:
+            pipe.unload_lora_weights()
+        return kwargs
+
+    images = []
+    for offloaded, callback in ((True, switch), (False, switch), (False, None)):
+        pipe = FluxPipeline.from_pretrained(path, dtype=torch.bfloat16)
+        pipe.set_progress_bar_config(disable=True)
+        handle = pipe.enable_distributed_layerwise_offload() if offloaded else None
+        options = {"height": 32, "width": 32, "num_inference_steps": 4, "output_type": "latent"}
+        options |= {"callback_on_step_end": callback, "generator": torch.Generator().manual_seed(0)}
+        images.append(pipe("a fox in the snow", **options).images)
+        if handle is not None:
+            handle.remove()
+    assert torch.equal(images[0], images[1]) and not torch.equal(images[1], images[2])
+
+
 def test_saving(tmp_path: Any) -> None:
     model, reference = flux(), flux()
     for each in (model, reference):
@@ -383,8 +419,17 @@ def _copied_module(model: Any) -> None:
     model.add_adapter(peft.LoraConfig(target_modules=TWO, modules_to_save=["norm1"]), "bad")
 
 
+def _fused_layers(model: Any) -> None:
+    """Diffusers fuses projections for a LoKr file that was made with fused ones."""
+    other = flux()
+    other.fuse_qkv_projections()
+    peft.inject_adapter_in_model(peft.LoKrConfig(target_modules=["to_qkv"], init_weights=False), other, "x")
+    state = peft.get_peft_model_state_dict(other, adapter_name="x")
+    model.load_lora_adapter(state, prefix=None, adapter_name="bad")
+
+
 @pytest.mark.parametrize("others", (False, True), ids=("alone", "beside-another"))
-@pytest.mark.parametrize("add", (_dora, _dora_from_a_file, _pissa, _copied_module))
+@pytest.mark.parametrize("add", (_dora, _dora_from_a_file, _pissa, _copied_module, _fused_layers))
 def test_made_from_streamed_weights(add: Any, others: bool) -> None:
     """Refused, and taken out again, whether adapters were there before or not."""
     model = flux()
@@ -395,7 +440,8 @@ def test_made_from_streamed_weights(add: Any, others: bool) -> None:
         model.load_lora_adapter(adapter("flux", TWO[:1], 6), prefix=None, adapter_name="good")
     before, names = outputs(model, 1), list(dict(model.named_parameters()))
     with pytest.raises(
-        (RuntimeError, ValueError), match="made from it.*[Ll]oad it before enabling|copy would hold placeholders"
+        (RuntimeError, ValueError),
+        match="Load it before enabling|(hold|fuse) placeholders|already loaded on the unfused",
     ):
         add(model)
     if not others:
