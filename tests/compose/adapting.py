@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ from tests.zoo import MODELS, TEXT_ENCODERS, build, run
 
 
 ZOO = {"transformer": "flux", "transformer_2": "wan", "text_encoder": "clip"}
+ONE = ["to_q", "to_k", "ff.net.0.proj", "proj_out", "x_embedder"]  # in blocks and outside
+TWO = ["to_q", "to_v"]
+TEXT = ["q_proj", "v_proj"]
 Script = Callable[[DiffusionPipeline, int], Iterator[str]]
 
 
@@ -45,6 +49,31 @@ def adapter(name: str, targets: list[str], seed: int, config: type = peft.LoraCo
 def prefixed(prefix: str, state: dict) -> dict:
     """With the component's name before each key, as in a pipeline's file."""
     return {f"{prefix}.{key}": value for key, value in state.items()}
+
+
+@functools.cache
+def _one() -> dict:
+    return {**prefixed("transformer", adapter("flux", ONE, 5)), **prefixed("text_encoder", adapter("clip", TEXT, 7))}
+
+
+@functools.cache
+def _two() -> dict:
+    return prefixed("transformer", adapter("flux", TWO, 6, r=2))
+
+
+def one() -> dict:
+    """For the transformer and the text encoder."""
+    return dict(_one())
+
+
+def two() -> dict:
+    """For the transformer, in other layers and of another rank."""
+    return dict(_two())
+
+
+def flux() -> nn.Module:
+    """The same transformer by itself."""
+    return build("flux", 2)
 
 
 def outputs(pipe: Any, seed: int) -> list[torch.Tensor]:
