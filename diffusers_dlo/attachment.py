@@ -20,6 +20,7 @@ from .engine import Engine
 from .guards import Guards
 from .hooks import ComponentHooks
 from .host.store import HostStore
+from .loader_guards import LoaderGuard
 from .managed_tensor import ManagedTensor
 from .offload_plan import ComponentPlan
 from .tensor_utils import OwnedTensor
@@ -60,6 +61,7 @@ class Attachment:
         self._component: Component | None = None
         self._hooks: ComponentHooks | None = None
         self._guards: Guards | None = None
+        self.loaders: LoaderGuard | None = None
         self._store: HostStore | None = None
         self._stored: set[int] = set()
         self._finalizer: weakref.finalize | None = None
@@ -107,7 +109,8 @@ class Attachment:
             for tensor in unit.tensors:
                 tensor.insert()
         # Kept before they do anything, so that what is half done can be undone.
-        self._guards = Guards(self.component, self.module, self._engine.platform.device)
+        self.loaders = LoaderGuard(self.component, self.module)
+        self._guards = Guards(self.component, self.module, self._engine.platform.device, self.loaders)
         self._guards.attach()
         self._hooks = ComponentHooks(self._engine, self.component, self.module, self._unit_modules)
         self._hooks.attach(on_removal)
@@ -142,6 +145,7 @@ class Attachment:
         if self._guards is not None:
             self._guards.remove()
             self._guards = None
+            self.loaders = None
         if self._component is None:
             return
         lost: RuntimeError | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from diffusers import ModelMixin
 from torch import nn
 
 from .casts import run_nbytes
@@ -55,7 +56,8 @@ def discover_blocks(model: nn.Module, names: Sequence[str] | None = None) -> Dis
     """
     Finds the blocks of `model`: members of the `ModuleList`s called `names`, else of those set for its class, else the
     members of `ModuleList`s whose class the model declares as repeated or unsplittable, else of any `ModuleList`. Of
-    nested candidates the outermost is the block, and a `ModuleList` is never one itself. Leaves are the
+    nested candidates the outermost is the block, and a `ModuleList` is never one itself, nor is a model with lists of
+    its own (one of several ControlNets). Leaves are the
     `nn.Embedding`s and `nn.Linear`s outside blocks that are at least as large as the largest block.
 
     Raises:
@@ -73,7 +75,8 @@ def discover_blocks(model: nn.Module, names: Sequence[str] | None = None) -> Dis
         chosen = dict(member for name in names for member in _members(name, lists[name]))
         blocks = _outermost(chosen)
     else:
-        candidates = dict(member for name, module in lists.items() for member in _members(name, module))
+        every = dict(member for name, module in lists.items() for member in _members(name, module))
+        candidates = {name: module for name, module in every.items() if not _is_model_of_blocks(module)}
         declared = _declared_classes(model)
         blocks = _outermost({n: m for n, m in candidates.items() if type(m).__name__ in declared})
         if not blocks:
@@ -217,6 +220,12 @@ def _members(name: str, module_list: nn.ModuleList) -> Iterator[tuple[str, nn.Mo
             yield from _members(f"{name}.{index}", member)
         elif any(True for _ in member.parameters()):
             yield f"{name}.{index}", member
+
+
+def _is_model_of_blocks(module: nn.Module) -> bool:
+    return isinstance(module, ModelMixin) and any(
+        True for part in module.modules() if isinstance(part, nn.ModuleList) for _ in _members("", part)
+    )
 
 
 def _outermost(candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:

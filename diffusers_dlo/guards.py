@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,10 @@ from .managed_tensor import ManagedTensor
 from .units import Component, Unit
 
 
+if TYPE_CHECKING:
+    from .loader_guards import LoaderGuard
+
+
 _REFUSED_ON_MODEL = {
     "fuse_qkv_projections": "it would fuse placeholders. Fuse before enabling",
     "unfuse_qkv_projections": "the fused weights are streamed. Disable first",
@@ -29,14 +33,17 @@ _REFUSED_ON_MODEL = {
     "unfuse_lora": "it would change weights that are not on the device. Disable first",
     "enable_group_offload": "both would move the same weights. Use one of them",
     "enable_layerwise_casting": "it would cast weights in the slots. Use one of them",
-    "load_state_dict": "it would load into placeholders. Disable first, or load before enabling",
     "__deepcopy__": "the copy would hold placeholders. Disable first",
     "__reduce_ex__": "what is pickled would hold placeholders. Save with save_pretrained, or disable first",
 }
 
 
-_RE_POINTING = torch.ops.aten._has_compatible_shallow_copy_type.default
+_RE_POINTING = frozenset({torch.ops.aten._has_compatible_shallow_copy_type.default})
 """What `.data =` dispatches: it reads no value."""
+_OUTSIDE = (
+    "outside its block's turn, when its weights are not on the device. Name the ModuleLists that can stream with "
+    "blocks=[...], or leave this component out with components=[...]"
+)
 
 
 class Guards:
@@ -47,12 +54,14 @@ class Guards:
         component (`Component`): its state.
         root (`nn.Module`): the component's module.
         device (`torch.device`): the onload device.
+        loaders (`LoaderGuard`): what its loaders of adapters go through.
     """
 
-    def __init__(self, component: Component, root: nn.Module, device: torch.device) -> None:
+    def __init__(self, component: Component, root: nn.Module, device: torch.device, loaders: LoaderGuard) -> None:
         self._component = component
         self._root = root
         self._device = device
+        self._loaders = loaders
         self._shadows: list[tuple[nn.Module, str, Any]] = []
         self._handles: list[RemovableHandle] = []
 
@@ -62,6 +71,13 @@ class Guards:
         for name, reason in _REFUSED_ON_MODEL.items():
             if name.startswith("__") or callable(getattr(root, name, None)):
                 self._shadow(root, name, refusal(f"'{component.name}'", name, reason))
+        for name, replacement in self._loaders.replacements().items():
+            self._shadow(root, name, replacement)
+        managed = {id(tensor.born) for unit in component.units for tensor in unit.tensors}
+        for module in root.modules():  # what the model's own method, and some loaders of adapters, call
+            if callable(getattr(module, "fuse_projections", None)) and managed & {id(p) for p in module.parameters()}:
+                reason = _REFUSED_ON_MODEL["fuse_qkv_projections"]
+                self._shadow(module, "fuse_projections", refusal(f"'{component.name}'", "fuse_projections", reason))
         files = component.store.plan.files
         if files and callable(getattr(root, "save_pretrained", None)):
             self._shadow(root, "save_pretrained", _save_guard(component.name, root, files))
@@ -79,7 +95,7 @@ class Guards:
                 self._shadow(module, "_apply", ApplyGuard(component.name, module, tensors, device, is_root=False))
                 for name in ("__deepcopy__", "__reduce_ex__"):
                     self._shadow(module, name, refusal(f"'{component.name}'", name, _REFUSED_ON_MODEL[name]))
-            self._handles.append(module.register_state_dict_post_hook(_serve_state_dict(component.name, entries)))
+            self._handles.append(module.register_state_dict_post_hook(_serve_state_dict(entries, self._loaders)))
 
     def remove(self) -> None:
         """Takes every guard back. Idempotent."""
@@ -210,32 +226,47 @@ def _save_guard(name: str, root: nn.Module, files: Sequence[str]) -> Callable:
     return save_pretrained
 
 
-def _serve_state_dict(name: str, entries: list[tuple[str, Unit, int, ManagedTensor]]) -> Callable:
+def _serve_state_dict(entries: list[tuple[str, Unit, int, ManagedTensor]], loaders: LoaderGuard) -> Callable:
     """
     A `state_dict` hook that puts in managed tensors from the host store; without a copy, and not to be written to.
     """
 
     def serve(module: nn.Module, state_dict: dict, prefix: str, local_metadata: Mapping) -> None:
+        if loaders.names_only:
+            return
         for attribute, unit, index, tensor in entries:
             key = prefix + attribute
             current = module._parameters.get(attribute, module._buffers.get(attribute))
             if key not in state_dict or tensor.kept or current is not tensor.born:
                 continue
-            value = unit.value(index)
-            state_dict[key] = value
+            if not loaders.loading or unit.store.is_whole(unit.key):
+                state_dict[key] = unit.value(index)
 
     return serve
 
 
 class PlaceholderGuard(TorchDispatchMode):
     """
-    Raises when an operation reads the placeholder of a block's tensor, naming it. NaNs are no reliable alarm: a
-    comparison swallows them, an integer has none. For a leaf's it calls `keep` first, after which it may be there.
+    Raises when an operation reads the placeholder of a managed tensor, naming it. NaNs are no reliable alarm: a
+    comparison swallows them, an integer has none.
+
+    Args:
+        allowed (`Collection`): operations that read no value; nor do those whose result is on the meta device.
+        when (`str`): the end of the message: when it was read, and the way out.
+        keep (`Callable`, *optional*): called first with a leaf whose placeholder is read; it may be there after that.
     """
 
-    def __init__(self, component: Component, keep: Callable[[Unit], None]) -> None:
+    def __init__(
+        self,
+        component: Component,
+        allowed: Collection[Any] = _RE_POINTING,
+        when: str = _OUTSIDE,
+        keep: Callable[[Unit], None] | None = None,
+    ) -> None:
         super().__init__()
         self._component = component
+        self._allowed = allowed
+        self._when = when
         self._keep = keep
         self._placeholders = {
             tensor.placeholder.untyped_storage()._cdata: (unit, tensor)
@@ -247,17 +278,14 @@ class PlaceholderGuard(TorchDispatchMode):
         return self._placeholders.get(operand.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for operand in tree_leaves((args, kwargs)) if func is not _RE_POINTING else ():
+        reads = func not in self._allowed and str((kwargs or {}).get("device")) != "meta"
+        for operand in tree_leaves((args, kwargs)) if reads else ():
             if isinstance(operand, torch.Tensor) and operand.layout == torch.strided:
                 found = self._find(operand)
-                if found is not None and found[0].layout.is_leaf:
+                if found is not None and self._keep is not None and found[0].layout.is_leaf:
                     self._keep(found[0])
                     found = self._find(operand)  # a view that was made before is still one of the placeholder
                 if found is not None:
-                    name = found[1].name
-                    raise RuntimeError(
-                        f"'{name}' of '{self._component.name}' was read outside its block's turn (by {func}), "
-                        "when its weights are not on the device. Name the ModuleLists that can stream with "
-                        "blocks=[...], or leave this component out with components=[...]."
-                    )
+                    name = f"'{found[1].name}' of '{self._component.name}'"
+                    raise RuntimeError(f"{name} was read {self._when} ({func}).")
         return func(*args, **(kwargs or {}))

@@ -19,6 +19,7 @@ from .distributed.control import RankLost, logger
 from .engine import Engine
 from .host.store import HostStore
 from .interrupts import interrupts
+from .loader_guards import LoaderGuard
 from .offload_plan import OffloadPlan
 from .report import OffloadReport, ReportSources, make_report
 from .tensor_utils import move_tensors, owned_tensors
@@ -119,6 +120,10 @@ class OffloadHandle:
             raise ValueError("Nothing is timed, because this offload has been disabled. Enable it again first.")
         with self._engine.timed() as self._timing:
             yield
+
+    def loaders_of(self, module: nn.Module) -> LoaderGuard | None:
+        """What loaders of adapters for `module` go through; None where it is not one of its components."""
+        return next((part.loaders for part in self._parts if part.module is module), None)
 
     def join(self) -> None:
         """

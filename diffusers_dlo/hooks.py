@@ -24,6 +24,7 @@ from .byte_size import format_bytes
 from .engine import Engine
 from .guards import PlaceholderGuard
 from .interrupts import interrupts
+from .loader_guards import adapter_configs, refuse_adapters_of_placeholders, same_objects
 from .outputs import own_output
 from .tensor_utils import iter_tensors
 from .units import Component, Unit
@@ -87,6 +88,7 @@ class ComponentHooks:
         self._hooked: set[int] = set()
         self._first: _FirstForward | None = None
         self._checked = False
+        self._adapters = adapter_configs(root)
         self._entered: tuple[nn.Module, set[int], int] | None = None
 
     @property
@@ -171,6 +173,7 @@ class ComponentHooks:
             # One left by a KeyboardInterrupt, after which torch runs no hooks, does not enclose what is called next.
             if self._entered is None or id(module) not in self._entered[1]:
                 self._check_alone()
+                self._check_adapters()
                 self._engine.enter(self._component)
                 self.end_first()
                 self._entered = (module, inner, threading.get_ident())
@@ -197,6 +200,15 @@ class ComponentHooks:
         for module, attributes in self._inside:
             if "_hf_hook" in attributes or "_diffusers_hook" in attributes:
                 refuse_foreign_hooks(module, name)
+
+    def _check_adapters(self) -> None:
+        """The forward after adapters came or went is checked as a first one: some read weights of other modules."""
+        root = self._find_root()
+        configs = () if root is None else adapter_configs(root)
+        if root is not None and not same_objects(configs, self._adapters):
+            refuse_adapters_of_placeholders(root, self._component)
+            self._adapters = configs
+            self._checked = False
 
     # The first forward of a component looks for weights that are used outside their block's turn.
 
@@ -280,7 +292,7 @@ class _FirstForward:
 
     def _watch(self) -> None:
         if self._guard is None:
-            self._guard = PlaceholderGuard(self._component, self._keep)
+            self._guard = PlaceholderGuard(self._component, keep=self._keep)
             self._guard.__enter__()
 
     def _unwatch(self) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
 from .api import OffloadHandle, apply_distributed_layerwise_offload, enable, remove_distributed_layerwise_offload
 from .attachment import get_handle
 from .config import DistributedLayerwiseOffloadConfig
+from .loader_guards import LoaderGuard, PipelineLoaderGuards
 from .pipeline_guards import PipelineGuards
 from .selection import select
 
@@ -56,6 +58,7 @@ class DistributedLayerwiseOffloadMixin:
         """
         handle = enable(lambda resolved: select(self, resolved, components), config, overrides)
         handle.on_removal(PipelineGuards(self, handle.device).remove)
+        handle.on_removal(PipelineLoaderGuards(self, _loaders_of).remove)
         vars(self)[_HANDLE] = handle  # also when the component is exchanged for another meanwhile
         return handle
 
@@ -78,6 +81,11 @@ class DistributedLayerwiseOffloadMixin:
             if handle is not None:
                 return handle
         return None
+
+
+def _loaders_of(module: nn.Module) -> LoaderGuard | None:
+    handle: OffloadHandle | None = get_handle(module)
+    return None if handle is None else handle.loaders_of(unwrap_module(module))
 
 
 def _enable_on_model(

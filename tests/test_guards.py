@@ -38,6 +38,10 @@ def still_right(model: torch.nn.Module) -> None:
     "call,text",
     (
         (lambda m: m.fuse_qkv_projections(), "'fuse_qkv_projections' is refused.*Fuse before enabling"),
+        (
+            lambda m: m.transformer_blocks[1].attn.fuse_projections(),
+            "'fuse_projections' is refused.*Fuse before enabling",
+        ),
         (lambda m: m.enable_layerwise_casting(torch.float8_e4m3fn), "'enable_layerwise_casting' is refused"),
         (lambda m: m.enable_group_offload(torch.device("cpu")), "'enable_group_offload' is refused"),
         (lambda m: m.load_state_dict({}), "'load_state_dict' is refused.*Disable first"),

@@ -1,0 +1,294 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns what loaders of adapters may do to a component whose weights are not there: names are given without values, small
+weights are loaded beside the streamed ones, what reads a placeholder is noticed, and a load that fails is undone. Must
+not move weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from diffusers.utils import is_peft_available, recurse_remove_peft_layers
+from torch import nn
+
+from .guards import PlaceholderGuard
+from .managed_tensor import ManagedTensor
+from .tensor_utils import SMALL_BUFFER_NBYTES, put
+from .units import Component
+
+
+_LOADERS_ON_MODEL = ("add_adapter", "load_lora_adapter", "load_adapter", "save_lora_adapter")
+_LOADERS_ON_PIPELINE = ("load_lora_weights", "unload_lora_weights", "load_ip_adapter")
+_VOCABULARY_ON_MODEL = ("resize_token_embeddings", "set_input_embeddings")
+_VOCABULARY_ON_PIPELINE = ("load_textual_inversion", "unload_textual_inversion")
+_NO_VALUE = frozenset({torch.ops.aten._has_compatible_shallow_copy_type.default, torch.ops.aten.detach.default})
+"""What `.data =` and `.data` dispatch; whoever reads what the latter gives is noticed then."""
+_BY_A_LOADER = (
+    "by a loader, when its weights are not on the device. What is loaded is made from it, and was taken out again. "
+    "Load it before enabling, or disable first; an adapter from a file also loads with low_cpu_mem_usage=True"
+)
+
+
+class LoaderGuard:
+    """
+    What the loaders of one component go through.
+
+    Args:
+        component (`Component`): its state.
+        root (`nn.Module`): the component's module.
+    """
+
+    def __init__(self, component: Component, root: nn.Module) -> None:
+        self._component = component
+        self._root = root
+        self._loading = 0
+        self._loading_model = 0
+
+    @property
+    def names_only(self) -> bool:
+        """Whether a `state_dict` is wanted for its names: by the model's own loaders, which read no value in it."""
+        return self._loading_model > 0
+
+    @property
+    def loading(self) -> bool:
+        """Whether a loader is at work, which would notice if it read a value that this rank does not have."""
+        return self._loading > 0
+
+    @contextmanager
+    def watching(self, names_only: bool = False) -> Iterator[None]:
+        """
+        The context of a loader.
+
+        Raises:
+            `RuntimeError`: it reads a placeholder. It is undone, as it is where it raises something else.
+        """
+        before = _adapter_names(self._root)
+        self._loading += 1
+        self._loading_model += names_only
+        try:
+            with PlaceholderGuard(self._component, _NO_VALUE, _BY_A_LOADER):
+                yield
+        except BaseException:
+            _take_out(self._root, before)
+            raise
+        finally:
+            self._loading -= 1
+            self._loading_model -= names_only
+
+    def replacements(self) -> dict[str, Callable]:
+        """What stands in for methods of the model while it is offloaded, by their names."""
+        names = [name for name in _LOADERS_ON_MODEL if callable(getattr(self._root, name, None))]
+        found: dict[str, Callable] = {name: self._watched(name) for name in names}
+        found["load_state_dict"] = self._load_state_dict
+        for name in _VOCABULARY_ON_MODEL:
+            if callable(getattr(self._root, name, None)):
+                found[name] = self._checked(name)
+        return found
+
+    @property
+    def streams_vocabulary(self) -> bool:
+        """Whether its input embeddings are a leaf that streams."""
+        try:
+            weight = self._root.get_input_embeddings().weight  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):
+            return False
+        return any(tensor.born is weight for leaf in self._component.leaves for tensor in leaf.tensors)
+
+    def refuse_vocabulary(self, method: str) -> None:
+        """
+        Refuses a method that would rebuild the vocabulary.
+
+        Raises:
+            `ValueError`: it streams.
+        """
+        if self.streams_vocabulary:
+            raise ValueError(
+                f"'{method}' is refused while '{self._component.name}' is under distributed layerwise offload: it "
+                "would make a vocabulary from placeholders. Call it before enabling, or disable first."
+            )
+
+    def _checked(self, name: str) -> Callable:
+        original = getattr(type(self._root), name)
+
+        @functools.wraps(original)
+        def rebuild(*args: Any, **kwargs: Any) -> Any:
+            self.refuse_vocabulary(name)
+            return original(self._root, *args, **kwargs)
+
+        return rebuild
+
+    def _watched(self, name: str) -> Callable:
+        original = getattr(type(self._root), name)
+
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            with self.watching(names_only=True):
+                return original(self._root, *args, **kwargs)
+
+        return load
+
+    def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """
+        A stand-in for `nn.Module.load_state_dict`: of adapters' tensors, and of small weights, as some adapters bring
+        (norms). The latter stay on the device from then on.
+
+        Raises:
+            `ValueError`: it would load into placeholders.
+        """
+        streamed = self._streamed(state_dict)
+        if strict or not all(_may_stay(tensor, state_dict[name]) for name, tensor in streamed.items()):
+            raise ValueError(
+                f"'load_state_dict' is refused while '{self._component.name}' is under distributed layerwise offload: "
+                "it would load into placeholders. Disable first, or load before enabling."
+            )
+        for tensor in streamed.values():
+            value = torch.zeros(tensor.born.shape, dtype=tensor.born.dtype, device=tensor.born.device)
+            own = nn.Parameter(value, tensor.born.requires_grad) if isinstance(tensor.born, nn.Parameter) else value
+            put([owner for owner in tensor.owners if owner.slots.get(owner.attribute) is tensor.born], own)
+        return type(self._root).load_state_dict(self._root, state_dict, strict=strict, assign=assign)
+
+    def _streamed(self, state_dict: Mapping[str, Any]) -> dict[str, ManagedTensor]:
+        """Which of the names are those of streamed tensors, by the names they have now: adapters rename."""
+        managed = {id(tensor.born): tensor for unit in self._component.units for tensor in unit.tensors}
+        found = {}
+        for path, module in self._root.named_modules():
+            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+                name = f"{path}.{attribute}" if path else attribute
+                if name in state_dict and id(tensor) in managed:
+                    found[name] = managed[id(tensor)]
+        return found
+
+
+class PipelineLoaderGuards:
+    """
+    The same for the loaders of a pipeline, which work on several models; taken back together.
+
+    Args:
+        pipeline (`DiffusionPipeline`): the object that users call them on.
+        find (`Callable`): finds what guards a component, None if it is not offloaded.
+    """
+
+    def __init__(self, pipeline: Any, find: Callable[[nn.Module], LoaderGuard | None]) -> None:
+        self._pipeline = weakref.ref(pipeline)  # one that the user drops has to be free to go
+        self._find = find
+        self._shadows: list[tuple[str, Callable]] = []
+        for names, make in ((_LOADERS_ON_PIPELINE, self._watched), (_VOCABULARY_ON_PIPELINE, self._checked)):
+            for name in names:
+                if callable(getattr(pipeline, name, None)):
+                    guard = make(name, getattr(type(pipeline), name))
+                    object.__setattr__(pipeline, name, guard)
+                    self._shadows.append((name, guard))
+
+    def remove(self) -> None:
+        """Takes them back. Idempotent."""
+        pipeline = self._pipeline()
+        while self._shadows:
+            name, guard = self._shadows.pop()
+            if pipeline is not None and vars(pipeline).get(name) is guard:
+                del vars(pipeline)[name]
+
+    def _watched(self, name: str, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            pipeline: Any = self._pipeline()
+            with ExitStack() as stack:
+                for module in pipeline.components.values():
+                    guard = self._find(module) if isinstance(module, nn.Module) else None
+                    if guard is not None:
+                        stack.enter_context(guard.watching())
+                return original(pipeline, *args, **kwargs)
+
+        return load
+
+    def _checked(self, name: str, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            pipeline: Any = self._pipeline()
+            named = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+            encoder = getattr(pipeline, "text_encoder", None)
+            for module in named or ([encoder] if isinstance(encoder, nn.Module) else []):
+                guard = self._find(module)
+                if guard is not None:
+                    guard.refuse_vocabulary(name)
+            return original(pipeline, *args, **kwargs)
+
+        return load
+
+
+def adapter_configs(root: nn.Module) -> tuple[object, ...]:
+    """The configurations of the PEFT adapters of a model, which tell whether others came or went."""
+    return tuple((getattr(root, "peft_config", None) or {}).values())
+
+
+def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two sequences hold the same objects in the same order."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others))
+
+
+def refuse_adapters_of_placeholders(root: nn.Module, component: Component) -> None:
+    """
+    Refuses adapters that functions which cannot be guarded, PEFT's own for one, made from placeholders: these are NaN,
+    or a layer that was exchanged to fit them is.
+
+    Raises:
+        `RuntimeError`: naming the layer.
+    """
+    streamed = {id(tensor.born) for unit in component.units for tensor in unit.tensors}
+    found = [
+        (path, tensor)
+        for path, layer in _tuner_layers(root)
+        for tensor in layer.parameters()
+        if id(tensor) not in streamed and tensor.is_floating_point() and not tensor.is_meta
+    ]
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    for _, tensor in found:
+        flags.setdefault(tensor.device, []).append(tensor.detach().isnan().any())
+    if not any(torch.stack(some).any() for some in flags.values()):  # one wait for each device
+        return
+    path = next(path for path, tensor in found if tensor.detach().isnan().any())
+    raise RuntimeError(
+        f"An adapter of '{path}' in '{component.name}' is NaN, or the layer is: it was made from weights that are not "
+        "on the device while they stream. Delete it, and load it before enabling."
+    )
+
+
+def _may_stay(tensor: ManagedTensor, value: Any) -> bool:
+    born = tensor.born
+    small = born.numel() * born.element_size() <= SMALL_BUFFER_NBYTES
+    return small and isinstance(value, torch.Tensor) and value.shape == born.shape
+
+
+def _tuner_layers(root: nn.Module) -> list[tuple[str, Any]]:
+    if not is_peft_available():
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [(path, module) for path, module in root.named_modules() if isinstance(module, BaseTunerLayer)]
+
+
+def _adapter_names(root: nn.Module) -> set[str]:
+    return {
+        name
+        for _, layer in _tuner_layers(root)
+        for attribute in layer.adapter_layer_names
+        for name in getattr(layer, attribute, ())
+    }
+
+
+def _take_out(root: nn.Module, before: set[str]) -> None:
+    """Takes out adapters that were not there before; they may be in some layers only."""
+    if not before and _tuner_layers(root):
+        recurse_remove_peft_layers(root)
+        vars(root).pop("peft_config", None)
+        root._hf_peft_config_loaded = False  # type: ignore[assignment]
+        return
+    for name in _adapter_names(root) - before:
+        for _, layer in _tuner_layers(root):
+            layer.delete_adapter(name)
+        getattr(root, "peft_config", {}).pop(name, None)
