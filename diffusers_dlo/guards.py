@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from diffusers import TensorParallelConfig
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -73,6 +74,8 @@ class Guards:
         files = component.store.plan.files
         if files and callable(getattr(root, "save_pretrained", None)):
             self._shadow(root, "save_pretrained", _save_guard(component.name, root, files))
+        if callable(getattr(root, "enable_parallelism", None)):
+            self._shadow(root, "enable_parallelism", _parallelism_guard(component.name, root))
         owned: dict[int, tuple[nn.Module, list[tuple[str, Unit, int, ManagedTensor]]]] = {}
         for unit in component.units:
             for index, tensor in enumerate(unit.tensors):
@@ -164,6 +167,22 @@ def _apply_guard(
 
     apply.guards_offload = True  # type: ignore[attr-defined]
     return apply
+
+
+def _parallelism_guard(name: str, root: nn.Module) -> Callable:
+    """An `enable_parallelism` that splits no weights; else the class's own."""
+    original = type(root).enable_parallelism  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def enable_parallelism(*args: Any, config: Any, **kwargs: Any) -> Any:
+        if isinstance(config, TensorParallelConfig) or getattr(config, "tensor_parallel_config", None) is not None:
+            raise ValueError(
+                f"'enable_parallelism' is refused while '{name}' is under distributed layerwise offload: tensor "
+                "parallelism would split placeholders. Use one of the two; context parallelism goes with it."
+            )
+        return original(root, *args, config=config, **kwargs)
+
+    return enable_parallelism
 
 
 def _save_guard(name: str, root: nn.Module, files: Sequence[str]) -> Callable:

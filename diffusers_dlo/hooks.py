@@ -19,6 +19,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .compilation import (
+    WHY_DISABLED,
+    CompiledParts,
+    is_any_compiled,
+    is_caller_compiled,
+    refuse_nan,
+    refuse_tracing,
+)
+from .distributed.companions import find_companions
 from .engine import Engine
 from .guards import PlaceholderGuard
 from .interrupts import interrupts
@@ -72,6 +81,7 @@ class ComponentHooks:
         self._component = component
         # Blocks hold these hooks, and the engine holds blocks: a model that is dropped has to be free to go.
         self._find_root = weakref.ref(root)
+        self._find_entries: list[weakref.ref[nn.Module]] = []
         self._handles: list[RemovableHandle] = []
         self._unit_modules = [(module, unit) for parts, unit in zip(modules, component.units) for module in parts]
         self._units_of = {
@@ -79,7 +89,8 @@ class ComponentHooks:
         }
         self._hooked: set[int] = set()
         self._first: _FirstForward | None = None
-        self._checked = False
+        self._checked = self._unwatched = False
+        self._compiled: CompiledParts | None = None
         self._entered: tuple[nn.Module, set[int], int] | None = None
 
     @property
@@ -93,7 +104,10 @@ class ComponentHooks:
         for module, unit in self._unit_modules:
             self._attach(module, unit)
         root, *units = self._watched
-        for entry in _entries(root, units):
+        entries = _entries(root, units)
+        self._compiled = CompiledParts(root, self._component.name)
+        self._find_entries = [weakref.ref(entry) for entry in entries]
+        for entry in entries:
             self._attach_entry(entry)
         HookRegistry.check_if_exists_or_initialize(root).register_hook(
             DistributedLayerwiseOffloadHook(on_removal), MARKER
@@ -113,8 +127,9 @@ class ComponentHooks:
         device_type = engine.platform.device.type
 
         # Disabled *directly*, which is what lets torch.compile(fullgraph=True) step around them without a break.
-        @torch.compiler.disable
+        @torch.compiler.disable(reason=WHY_DISABLED)
         def pre(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            refuse_tracing(unit.component)
             timing = engine.timing
             if timing is not None:
                 timing.hook_begins()
@@ -127,7 +142,7 @@ class ComponentHooks:
             if timing is not None:
                 timing.hook_ends(unit)
 
-        @torch.compiler.disable
+        @torch.compiler.disable(reason=WHY_DISABLED)
         def post(module: nn.Module, args: tuple, output: Any) -> Any:
             timing = engine.timing
             if timing is not None:
@@ -158,25 +173,32 @@ class ComponentHooks:
         """
         inner = {id(m) for m in module.modules() if m is not module}
 
-        @torch.compiler.disable
+        @torch.compiler.disable(reason=WHY_DISABLED)
         def pre(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            refuse_tracing(self._component.name)
             # One left by a KeyboardInterrupt, after which torch runs no hooks, does not enclose what is called next.
             if self._entered is None or id(module) not in self._entered[1]:
                 self._check_alone()
+                entries = (find() for find in self._find_entries)
+                self._component.companions = find_companions(entry for entry in entries if entry is not None)
                 self._engine.enter(self._component)
                 self.end_first()
                 self._entered = (module, inner, threading.get_ident())
                 self._begin_first()
 
-        @torch.compiler.disable
+        @torch.compiler.disable(reason=WHY_DISABLED)
         def post(module: nn.Module, args: tuple, output: Any) -> None:
             # Not if entering was refused, to a second thread.
             entered = self._entered
             if entered is not None and entered[0] is module and entered[2] == threading.get_ident():
                 self._entered = None
                 self.end_first()
-                self._checked |= output is not None
+                checked, self._checked = self._checked, self._checked or output is not None
                 self._engine.leave(self._component, complete=output is not None)
+                if self._unwatched and not checked and output is not None:
+                    self._checked = False
+                    refuse_nan(output, self._component.name)
+                    self._checked = True
 
         self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(post, always_call=True))
@@ -187,18 +209,22 @@ class ComponentHooks:
             attributes = vars(module)
             if "_hf_hook" in attributes or "_diffusers_hook" in attributes:
                 refuse_foreign_hooks(module, self._component.name)
+        assert self._compiled is not None
+        self._compiled.refuse_cuda_graphs()
 
     # The first forward of a component looks for weights that are used outside their block's turn.
 
     def _begin_first(self) -> None:
-        if self._checked or torch.compiler.is_compiling():
+        if self._checked:
             return
+        units = {id(module) for module, _ in self._unit_modules}
         root = self._watched[0]
-        if all(module._compiled_call_impl is None for module in root.modules()):
+        outside = (module for module in root.modules() if id(module) not in units and id(module) not in self._units_of)
+        # Dynamo gives up for good on what it meets under the guard.
+        self._unwatched = is_caller_compiled() or any(module._compiled_call_impl is not None for module in outside)
+        if not self._unwatched:
             with interrupts:
-                self._first = _FirstForward(self._component, self._acquire_submodule)
-        else:
-            self._checked = True  # tracing would see the guard, and compile for it
+                self._first = _FirstForward(self._component, self._acquire_submodule, is_any_compiled(root))
 
     def end_first(self) -> None:
         """Ends the checks of the first forward."""
@@ -222,12 +248,15 @@ class ComponentHooks:
 class _FirstForward:
     """
     What is active during the first forward: a global hook on module calls, and, while no block computes, the guard on
-    placeholders. Not inside blocks: dynamo gives up for good on what it meets under such a guard. Interrupts are
-    deferred while these go on and off: both are kept by torch, which would not take back one of them alone.
+    placeholders. Not inside blocks: dynamo gives up for good on what it meets under such a guard, and where blocks are
+    `compiled`, it would compile them for the hook. Interrupts are deferred while these go on and off: both are kept by
+    torch, which would not take back one of them alone.
     """
 
-    def __init__(self, component: Component, on_call: Callable[[nn.Module], None]) -> None:
-        self._handle = register_module_forward_pre_hook(lambda module, args: on_call(module))
+    def __init__(self, component: Component, on_call: Callable[[nn.Module], None], compiled: bool) -> None:
+        self._on_call = on_call
+        self._compiled = compiled
+        self._handle = self._hook_calls()
         self._component = component
         self._thread = threading.get_ident()
         self._guard: PlaceholderGuard | None = None
@@ -255,15 +284,23 @@ class _FirstForward:
         self._unwatch()
         self._handle.remove()
 
+    def _hook_calls(self) -> RemovableHandle:
+        return register_module_forward_pre_hook(lambda module, args: self._on_call(module))
+
     def _watch(self) -> None:
         if self._guard is None:
             self._guard = PlaceholderGuard(self._component)
             self._guard.__enter__()
+            if self._compiled:
+                self._handle.remove()
+                self._handle = self._hook_calls()
 
     def _unwatch(self) -> None:
         # The stack of guards belongs to a thread, and goes with it.
         if self._guard is not None and threading.get_ident() == self._thread:
             self._guard.__exit__(None, None, None)
+            if self._compiled:
+                self._handle.remove()
         self._guard = None
 
 
