@@ -112,6 +112,6 @@ def refuse_nan(output: Any, name: str) -> None:
     if any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in iter_tensors(output)):
         raise RuntimeError(
             f"'{name}' returned NaN in its first forward. It is compiled as a whole, so nothing could tell whether "
-            "weights were used outside their block's turn, when NaN stands in their place. Run it once before it is "
-            "compiled, with the offload enabled: such a use is then mended, or named."
+            "weights were used outside their block's turn, when NaN stands in their place. In a new process, run it "
+            "once before it is compiled, with the offload enabled: such a use is then mended, or named."
         )

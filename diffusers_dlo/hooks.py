@@ -89,7 +89,7 @@ class ComponentHooks:
         }
         self._hooked: set[int] = set()
         self._first: _FirstForward | None = None
-        self._checked = self._unwatched = False
+        self._checked = self._compiled_checked = self._unwatched = False
         self._compiled: CompiledParts | None = None
         self._entered: tuple[nn.Module, set[int], int] | None = None
 
@@ -193,12 +193,8 @@ class ComponentHooks:
             if entered is not None and entered[0] is module and entered[2] == threading.get_ident():
                 self._entered = None
                 self.end_first()
-                checked, self._checked = self._checked, self._checked or output is not None
                 self._engine.leave(self._component, complete=output is not None)
-                if self._unwatched and not checked and output is not None:
-                    self._checked = False
-                    refuse_nan(output, self._component.name)
-                    self._checked = True
+                self._end_checks(output)
 
         self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(post, always_call=True))
@@ -215,16 +211,26 @@ class ComponentHooks:
     # The first forward of a component looks for weights that are used outside their block's turn.
 
     def _begin_first(self) -> None:
-        if self._checked:
+        # Dynamo gives up for good on what it meets under the guard.
+        self._unwatched = not self._compiled_checked and is_caller_compiled()
+        if self._checked or self._unwatched:
             return
         units = {id(module) for module, _ in self._unit_modules}
         root = self._watched[0]
         outside = (module for module in root.modules() if id(module) not in units and id(module) not in self._units_of)
-        # Dynamo gives up for good on what it meets under the guard.
-        self._unwatched = is_caller_compiled() or any(module._compiled_call_impl is not None for module in outside)
+        self._unwatched = any(module._compiled_call_impl is not None for module in outside)
         if not self._unwatched:
             with interrupts:
                 self._first = _FirstForward(self._component, self._acquire_submodule, is_any_compiled(root))
+
+    def _end_checks(self, output: Any) -> None:
+        """A forward has returned `output`, or raised if that is None."""
+        if output is None:
+            return
+        if self._unwatched:
+            refuse_nan(output, self._component.name)
+            self._compiled_checked = True
+        self._checked = True
 
     def end_first(self) -> None:
         """Ends the checks of the first forward."""
@@ -285,7 +291,11 @@ class _FirstForward:
         self._handle.remove()
 
     def _hook_calls(self) -> RemovableHandle:
-        return register_module_forward_pre_hook(lambda module, args: self._on_call(module))
+        @torch.compiler.disable(reason=WHY_DISABLED)
+        def pre(module: nn.Module, args: tuple) -> None:
+            self._on_call(module)
+
+        return register_module_forward_pre_hook(pre)
 
     def _watch(self) -> None:
         if self._guard is None:
