@@ -41,7 +41,19 @@ def refuse_tracing(name: str) -> None:
 def has_cuda_graphs(compiled: object) -> bool:
     """Whether a compiled call is recorded into CUDA graphs, which replay with the addresses that they recorded."""
     read = getattr(compiled, "get_compiler_config", None)
-    return read is not None and bool((read() or {}).get("triton.cudagraphs"))
+    if read is not None and (read() or {}).get("triton.cudagraphs"):
+        return True
+    # A function of torch's, made in a method of the compiler, which is to be had from nothing else.
+    return any(_records_addresses(cell.cell_contents) for cell in getattr(read, "__closure__", None) or ())
+
+
+def _records_addresses(compiler: object) -> bool:
+    if (getattr(compiler, "compiler_config", None) or {}).get("triton.cudagraphs"):
+        return True
+    backend = getattr(compiler, "callback", None)
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    return getattr(backend, "compiler_name", None) == "cudagraphs"
 
 
 def is_caller_compiled() -> bool:
@@ -87,7 +99,7 @@ class CompiledParts:
             if any(call is not None and has_cuda_graphs(call) for call in compiled):
                 raise ValueError(cuda_graphs_text(self._name, kind))
         for compiler in _compiled_callers():
-            if (getattr(compiler, "compiler_config", None) or {}).get("triton.cudagraphs"):
+            if _records_addresses(compiler):
                 raise ValueError(cuda_graphs_text(self._name, "its caller"))
 
 

@@ -247,6 +247,17 @@ def _compile_in_place(model: nn.Module) -> Any:
     return model
 
 
+def _compile_with_a_backend(model: nn.Module) -> Any:
+    model.blocks[2].compile(backend="cudagraphs")
+    return model
+
+
+def _compile_with_a_switch(model: nn.Module) -> Any:
+    with torch._inductor.config.patch("triton.cudagraphs", True):
+        model.blocks[2].compile()
+    return model
+
+
 def _compile_a_block(model: nn.Module) -> Any:
     model.blocks[1].compile(options={"triton.cudagraphs": True})
     return model
@@ -283,6 +294,8 @@ def _wrap_a_function(model: nn.Module) -> Any:
 WAYS = {
     "in place": _compile_in_place,
     "a block": _compile_a_block,
+    "a backend": _compile_with_a_backend,
+    "a switch": _compile_with_a_switch,
     "a part": _compile_a_part,
     "a block put back": _put_a_block_back,
     "a part put back": _put_a_part_back,
