@@ -111,9 +111,10 @@ def cuda_graphs_text(name: str, kind: str) -> str:
     )
 
 
-def is_any_compiled(module: nn.Module) -> bool:
-    """Whether a module or a part of it is compiled in place."""
-    return any(part._compiled_call_impl is not None for part in module.modules())
+def compiled_modules(root: nn.Module) -> list[nn.Module]:
+    """A module and its parts, as far as they are compiled, in place or in a wrapper."""
+    compiled = [part for part in root.modules() if part._compiled_call_impl is not None or "dynamo_ctx" in vars(part)]
+    return [getattr(part, "_orig_mod", part) for part in compiled]
 
 
 def refuse_nan(output: Any, name: str) -> None:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from .compilation import (
     WHY_DISABLED,
     CompiledParts,
-    is_any_compiled,
+    compiled_modules,
     is_caller_compiled,
     refuse_nan,
     refuse_tracing,
@@ -215,13 +215,12 @@ class ComponentHooks:
         self._unwatched = not self._compiled_checked and is_caller_compiled()
         if self._checked or self._unwatched:
             return
-        units = {id(module) for module, _ in self._unit_modules}
-        root = self._watched[0]
-        outside = (module for module in root.modules() if id(module) not in units and id(module) not in self._units_of)
-        self._unwatched = any(module._compiled_call_impl is not None for module in outside)
+        inside = {*self._units_of, *(id(module) for module, _ in self._unit_modules)}
+        compiled = compiled_modules(self._watched[0])
+        self._unwatched = any(id(module) not in inside for module in compiled)
         if not self._unwatched:
             with interrupts:
-                self._first = _FirstForward(self._component, self._acquire_submodule, is_any_compiled(root))
+                self._first = _FirstForward(self._component, self._acquire_submodule, bool(compiled))
 
     def _end_checks(self, output: Any) -> None:
         """A forward has returned `output`, or raised if that is None."""

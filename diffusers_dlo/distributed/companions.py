@@ -68,7 +68,7 @@ def find_conflict(rank: int, replies: Sequence[Mapping[str, Any]]) -> str | None
         doing = None
         if said["kind"] == "bye":
             doing = "has no more work"
-        elif said["kind"] == "run" and rank in said["companions"]:
+        elif said["kind"] == "run" and rank in said.get("companions", ()):
             doing = f"is at a forward of '{said['component']}'"
         if doing is not None:
             return (
