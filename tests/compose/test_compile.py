@@ -110,8 +110,7 @@ def test_blocks_on_one_rank(name: str) -> None:
 
 
 def _blocks_on_ranks(rank: int, size: int) -> None:
-    for name in ("flux", "wan"):
-        check_blocks(name, rank, cases_of(name))
+    check_blocks("flux", rank, cases_of("flux"))
 
 
 def test_blocks_on_two_ranks() -> None:
@@ -127,7 +126,7 @@ def test_dynamic_shapes_and_modes_compile_what_they_compile_without_offload() ->
         model.compile_repeated_blocks(fullgraph=True, dynamic=True, backend="eager")
         handle = apply_distributed_layerwise_offload(model) if model is models[1] else None
         outputs, graphs_so_far = [], []
-        for width, mode in ((6, nullcontext), (8, nullcontext), (4, torch.inference_mode), (10, nullcontext)):
+        for width, mode in ((6, nullcontext), (8, torch.inference_mode), (4, nullcontext)):
             kwargs = inputs("wan", 0)
             generator = torch.Generator().manual_seed(width)
             kwargs["hidden_states"] = torch.randn(1, 4, 2, 4, width, generator=generator)
