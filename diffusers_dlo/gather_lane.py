@@ -12,6 +12,7 @@ import torch
 
 from .caller import Caller
 from .device.ring import Slot
+from .distributed.companions import companions_in_group
 from .lap_lane import LapLane
 from .units import Component, Unit
 
@@ -79,7 +80,9 @@ class GatherLane(LapLane):
             "full": block.index not in component.order,
             "proposal": list(component.proposal) if component.proposal is not None else None,
             "refused": component.find_change(),
+            "companions": companions_in_group(component.companions, self._group.ranks),
         }
+        self._has_companions = bool(asked["companions"])
         if self.service is not None:
             timing = self.transfers.timing
             with timing.waiting_for_ranks(component) if timing is not None else nullcontext():

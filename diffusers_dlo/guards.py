@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from diffusers import TensorParallelConfig
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -81,6 +82,8 @@ class Guards:
         files = component.store.plan.files
         if files and callable(getattr(root, "save_pretrained", None)):
             self._shadow(root, "save_pretrained", _save_guard(component.name, root, files))
+        if callable(getattr(root, "enable_parallelism", None)):
+            self._shadow(root, "enable_parallelism", _parallelism_guard(component.name, root))
         owned: dict[int, tuple[nn.Module, list[tuple[str, Unit, int, ManagedTensor]]]] = {}
         for unit in component.units:
             for index, tensor in enumerate(unit.tensors):
@@ -206,6 +209,22 @@ def _probe(tensor: ManagedTensor, device: torch.device) -> torch.Tensor:
         stride[dim] = step
         step *= shape[dim]
     return torch.empty_strided(shape, stride, dtype=tensor.born.dtype, device=device)
+
+
+def _parallelism_guard(name: str, root: nn.Module) -> Callable:
+    """An `enable_parallelism` that splits no weights; else the class's own."""
+    original = type(root).enable_parallelism  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def enable_parallelism(*args: Any, config: Any, **kwargs: Any) -> Any:
+        if isinstance(config, TensorParallelConfig) or getattr(config, "tensor_parallel_config", None) is not None:
+            raise ValueError(
+                f"'enable_parallelism' is refused while '{name}' is under distributed layerwise offload: tensor "
+                "parallelism would split placeholders. Use one of the two; context parallelism goes with it."
+            )
+        return original(root, *args, config=config, **kwargs)
+
+    return enable_parallelism
 
 
 def _save_guard(name: str, root: nn.Module, files: Sequence[str]) -> Callable:

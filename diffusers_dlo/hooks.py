@@ -21,6 +21,15 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .byte_size import format_bytes
+from .compilation import (
+    WHY_DISABLED,
+    CompiledParts,
+    compiled_modules,
+    is_caller_compiled,
+    refuse_nan,
+    refuse_tracing,
+)
+from .distributed.companions import find_companions
 from .engine import Engine
 from .guards import PlaceholderGuard
 from .interrupts import interrupts
@@ -79,6 +88,7 @@ class ComponentHooks:
         self._component = component
         # Blocks hold these hooks, and the engine holds blocks: a model that is dropped has to be free to go.
         self._find_root = weakref.ref(root)
+        self._find_entries: list[weakref.ref[nn.Module]] = []
         self._handles: list[RemovableHandle] = []
         self._unit_modules = [(module, unit) for parts, unit in zip(modules, component.units) for module in parts]
         self._units_of = {
@@ -87,7 +97,8 @@ class ComponentHooks:
         self._inside: list[tuple[nn.Module, dict[str, Any]]] = []
         self._hooked: set[int] = set()
         self._first: _FirstForward | None = None
-        self._checked = False
+        self._checked = self._compiled_checked = self._unwatched = False
+        self._compiled: CompiledParts | None = None
         self._adapters = adapter_configs(root)
         self._entered: tuple[nn.Module, set[int], int] | None = None
 
@@ -103,7 +114,10 @@ class ComponentHooks:
             self._attach(module, unit)
         root, *units = self._watched
         self._inside = [(module, vars(module)) for module in root.modules() if module is not root]
-        for entry in _entries(root, units):
+        entries = _entries(root, units)
+        self._compiled = CompiledParts(root, self._component.name)
+        self._find_entries = [weakref.ref(entry) for entry in entries]
+        for entry in entries:
             self._attach_entry(entry)
         marker = DistributedLayerwiseOffloadHook(on_removal)
         HookRegistry.check_if_exists_or_initialize(root).register_hook(marker, MARKER)
@@ -123,8 +137,9 @@ class ComponentHooks:
         device_type = engine.platform.device.type
 
         # Disabled *directly*, which is what lets torch.compile(fullgraph=True) step around them without a break.
-        @torch.compiler.disable
+        @torch.compiler.disable(reason=WHY_DISABLED)
         def pre(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            refuse_tracing(unit.component)
             timing = engine.timing
             if timing is not None:
                 timing.hook_begins()
@@ -137,7 +152,7 @@ class ComponentHooks:
             if timing is not None:
                 timing.hook_ends(unit)
 
-        @torch.compiler.disable
+        @torch.compiler.disable(reason=WHY_DISABLED)
         def post(module: nn.Module, args: tuple, output: Any) -> Any:
             timing = engine.timing
             if timing is not None:
@@ -168,26 +183,29 @@ class ComponentHooks:
         """
         inner = {id(m) for m in module.modules() if m is not module}
 
-        @torch.compiler.disable
+        @torch.compiler.disable(reason=WHY_DISABLED)
         def pre(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            refuse_tracing(self._component.name)
             # One left by a KeyboardInterrupt, after which torch runs no hooks, does not enclose what is called next.
             if self._entered is None or id(module) not in self._entered[1]:
                 self._check_alone()
                 self._check_adapters()
+                entries = (find() for find in self._find_entries)
+                self._component.companions = find_companions(entry for entry in entries if entry is not None)
                 self._engine.enter(self._component)
                 self.end_first()
                 self._entered = (module, inner, threading.get_ident())
                 self._begin_first()
 
-        @torch.compiler.disable
+        @torch.compiler.disable(reason=WHY_DISABLED)
         def post(module: nn.Module, args: tuple, output: Any) -> None:
             # Not if entering was refused, to a second thread.
             entered = self._entered
             if entered is not None and entered[0] is module and entered[2] == threading.get_ident():
                 self._entered = None
                 self.end_first()
-                self._checked |= output is not None
                 self._engine.leave(self._component, complete=output is not None)
+                self._end_checks(output)
 
         self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(post, always_call=True))
@@ -200,6 +218,8 @@ class ComponentHooks:
         for module, attributes in self._inside:
             if "_hf_hook" in attributes or "_diffusers_hook" in attributes:
                 refuse_foreign_hooks(module, name)
+        assert self._compiled is not None
+        self._compiled.refuse_cuda_graphs()
 
     def _check_adapters(self) -> None:
         """The forward after adapters came or went is checked as a first one: some read weights of other modules."""
@@ -213,14 +233,25 @@ class ComponentHooks:
     # The first forward of a component looks for weights that are used outside their block's turn.
 
     def _begin_first(self) -> None:
-        if self._checked or torch.compiler.is_compiling():
+        # Dynamo gives up for good on what it meets under the guard.
+        self._unwatched = not self._compiled_checked and is_caller_compiled()
+        if self._checked or self._unwatched:
             return
-        root = self._watched[0]
-        if all(module._compiled_call_impl is None for module in root.modules()):
+        inside = {*self._units_of, *(id(module) for module, _ in self._unit_modules)}
+        compiled = compiled_modules(self._watched[0])
+        self._unwatched = any(id(module) not in inside for module in compiled)
+        if not self._unwatched:
             with interrupts:
-                self._first = _FirstForward(self._component, self._acquire_submodule, self._keep_leaf)
-        else:
-            self._checked = True  # tracing would see the guard, and compile for it
+                self._first = _FirstForward(self._component, self._acquire_submodule, self._keep_leaf, bool(compiled))
+
+    def _end_checks(self, output: Any) -> None:
+        """A forward has returned `output`, or raised if that is None."""
+        if output is None:
+            return
+        if self._unwatched:
+            refuse_nan(output, self._component.name)
+            self._compiled_checked = True
+        self._checked = True
 
     def end_first(self) -> None:
         """Ends the checks of the first forward."""
@@ -254,15 +285,22 @@ class ComponentHooks:
 class _FirstForward:
     """
     What is active during the first forward: a global hook on module calls, and, while no block computes, the guard on
-    placeholders. Not inside blocks: dynamo gives up for good on what it meets under such a guard. Interrupts are
-    deferred while these go on and off: both are kept by torch, which would not take back one of them alone.
+    placeholders. Not inside blocks: dynamo gives up for good on what it meets under such a guard, and where blocks are
+    `compiled`, it would compile them for the hook. Interrupts are deferred while these go on and off: both are kept by
+    torch, which would not take back one of them alone.
     """
 
     def __init__(
-        self, component: Component, on_call: Callable[[nn.Module], None], keep: Callable[[Unit], None]
+        self,
+        component: Component,
+        on_call: Callable[[nn.Module], None],
+        keep: Callable[[Unit], None],
+        compiled: bool,
     ) -> None:
+        self._on_call = on_call
         self._keep = keep
-        self._handle = register_module_forward_pre_hook(lambda module, args: on_call(module))
+        self._compiled = compiled
+        self._handle = self._hook_calls()
         self._component = component
         self._thread = threading.get_ident()
         self._guard: PlaceholderGuard | None = None
@@ -290,15 +328,27 @@ class _FirstForward:
         self._unwatch()
         self._handle.remove()
 
+    def _hook_calls(self) -> RemovableHandle:
+        @torch.compiler.disable(reason=WHY_DISABLED)
+        def pre(module: nn.Module, args: tuple) -> None:
+            self._on_call(module)
+
+        return register_module_forward_pre_hook(pre)
+
     def _watch(self) -> None:
         if self._guard is None:
             self._guard = PlaceholderGuard(self._component, keep=self._keep)
             self._guard.__enter__()
+            if self._compiled:
+                self._handle.remove()
+                self._handle = self._hook_calls()
 
     def _unwatch(self) -> None:
         # The stack of guards belongs to a thread, and goes with it.
         if self._guard is not None and threading.get_ident() == self._thread:
             self._guard.__exit__(None, None, None)
+            if self._compiled:
+                self._handle.remove()
         self._guard = None
 
 

@@ -65,6 +65,7 @@ class LapLane(Lane):
         self._dropped: list[Component] = []
         self._abandoned: set[str] = set()
         self._caller: Caller | None = None
+        self._has_companions = False
         self._shards: ShardTransfer | None = None
         if group.gather is not None:
             self._shards = ShardTransfer(self.transfers, counters, self._copy, self._comm, group.gather, self._settle)
@@ -251,7 +252,8 @@ class LapLane(Lane):
         caller = self._caller
         if caller is not None and (held or caller.is_root) and not caller.is_running():
             return False
-        return held or idle_seconds < self.service.turn.options.grace or self.service.turn.options.uneven == "error"
+        options = self.service.turn.options
+        return held or idle_seconds < options.grace or options.uneven == "error" or self._has_companions
 
     def take_over(self) -> None:
         self._caller = None

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from .distributed.companions import missing_companions
 from .distributed.control import RankLost
 from .units import Component, Unit
 
@@ -94,7 +95,7 @@ class LapPlan:
     ) -> Component | None:
         """
         Which component the ranks agreed to run, from what all of them said. None if no rank asked, or one that did
-        says why it cannot be.
+        says why it cannot be, or all that did lack companions ([Note: Companions]).
 
         Raises:
             `RankLost`: the next lap would not be the same on all ranks.
@@ -107,9 +108,10 @@ class LapPlan:
                     "slots or orders differ: a rank enabled, disabled or failed alone. Start all ranks again."
                 )
         asking = [(other, reply) for other, reply in enumerate(replies) if reply["kind"] == "run"]
-        if not asking or any(reply["refused"] for _, reply in asking):
+        complete = [(other, reply) for other, reply in asking if not missing_companions(other, replies)]
+        if not complete or any(reply["refused"] for _, reply in asking):
             return None
-        _, first = min(asking, key=lambda item: (item[0] - self._passes) % len(replies))
+        _, first = min(complete, key=lambda item: (item[0] - self._passes) % len(replies))
         component = components[first["component"]]
         same = [reply for _, reply in asking if reply["component"] == component.name]
         proposal = same[0]["proposal"]

@@ -177,7 +177,8 @@ class Watcher(Protocol):
 class Component:
     """
     A streamed component at run time. `order` and `trace` hold indices of its blocks ([Note: Order]). `lane` is the
-    kind of lane it is in: its transfer, or `"pull"`.
+    kind of lane it is in: its transfer, or `"pull"`. `companions` are the ranks of the world that compute one forward
+    of it together, if not each computes its own ([Note: Companions]).
     """
 
     def __init__(self, name: str, plan: ComponentPlan, blocks: Sequence[Unit], leaves: Sequence[Unit]) -> None:
@@ -193,6 +194,7 @@ class Component:
         self.trace: dict[int, None] = {}
         self.staging_nbytes = 0
         self.watcher: Watcher | None = None
+        self.companions: tuple[int, ...] = ()
         self.lane = plan.transfer
 
     @property

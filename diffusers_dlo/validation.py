@@ -13,6 +13,7 @@ from torch import nn
 
 from .casts import pending_casts
 from .checkpoint.pending_guard import find_change
+from .compilation import cuda_graphs_text, has_cuda_graphs
 from .config import DistributedLayerwiseOffloadConfig
 from .device.onload import is_same_device
 from .tensor_utils import is_dtensor
@@ -102,7 +103,8 @@ def validate_module(module: nn.Module, name: str, transfer: str) -> None:
                 f"'{path}' of '{name}' has an adapter merged into its weights, which PEFT would take out again in "
                 "forward. After fuse_lora() call unload_lora_weights(), or unfuse it."
             )
-        refuse_fixed_addresses(submodule, submodule._compiled_call_impl, name)
+        for compiled in (submodule._compiled_call_impl, vars(submodule).get("forward")):
+            refuse_fixed_addresses(submodule, compiled, name)
     _refuse_meta(module, name)
 
 
@@ -123,12 +125,8 @@ def refuse_fixed_addresses(module: nn.Module, compiled: object, name: str) -> No
     Raises:
         `ValueError`: naming the mode.
     """
-    read = getattr(compiled, "get_compiler_config", None)
-    if read is not None and (read() or {}).get("triton.cudagraphs"):
-        raise ValueError(
-            f"'{name}' ({type(module).__name__}) is compiled with mode=\"reduce-overhead\" or another that records "
-            "CUDA graphs: they replay fixed addresses, and a block's address changes with its slot. Use another mode."
-        )
+    if has_cuda_graphs(compiled):
+        raise ValueError(cuda_graphs_text(name, type(module).__name__))
 
 
 def _refuse_meta(module: nn.Module, name: str) -> None:

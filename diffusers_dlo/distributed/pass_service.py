@@ -19,8 +19,9 @@ not drive. Must not know what a lap transfers: that is behind `Laps`.
     1. What is wanted, what was granted and who owns the lap change under one lock (`Turn`), and the thread looks at
        all causes for a round again after each round, so an ask or a BYE is never missed.
     2. *Lease*: torch runs no hooks after a KeyboardInterrupt. So the thread takes an open lap over once the call that
-       drove it is on no stack any more, or when no block is held and none was acquired for a grace. Never while the
-       main thread is between two statements of the engine (`Turn.driving`).
+       drove it is on no stack any more, or when no block is held and none was acquired for a grace (but for ranks that
+       compute together, [Note: Companions]). Never while the main thread is between two statements of the engine
+       (`Turn.driving`).
     3. SIGINT is deferred there (`DeferredInterrupts`), and delivered at waits.
     4. Every wait is polled. A death is noticed by pidfd; what a rank said before it died is read first, since one that
        leaves after the last round also looks dead.
@@ -45,6 +46,7 @@ from typing import Any, Protocol
 from ..config import DistributedLayerwiseOffloadConfig
 from .collective_wait import CollectiveWait
 from .collective_watch import CollectiveWatch
+from .companions import find_conflict, missing_companions
 from .control import ControlMesh, GroupLost, RankLost, logger
 from .turn import Step, Turn
 
@@ -178,6 +180,10 @@ class PassService:
             return
         if self.turn.options.uneven == "error":
             _refuse_uneven(replies)
+        missing = missing_companions(self._mesh.rank, replies)
+        if asked is not None and missing:
+            self.turn.companions_missing(asked, missing, find_conflict(self._mesh.rank, replies))
+            asked = None
         component = self._laps.grant(replies)
         if component is None:
             self.turn.nobody_granted(asked, _refusal(asked, replies))

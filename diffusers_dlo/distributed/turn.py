@@ -15,6 +15,7 @@ from typing import Any
 
 from ..config import DistributedLayerwiseOffloadConfig
 from ..interrupts import interrupts
+from .companions import Hold
 from .control import POLL_SECONDS, RankLost, logger
 from .ending import Ending
 from .farewell import Farewell
@@ -68,6 +69,7 @@ class Turn(Ending):
         self._touched = time.monotonic()
         self._presence = Presence()
         self._farewell = Farewell(rank, describe)
+        self._hold = Hold(rank, describe)
         self._at_its_end = False
         self._sought = False
         self.forked = False
@@ -124,7 +126,8 @@ class Turn(Ending):
         Asks for a pass until it is granted; then the main thread owns the lap. `asked` names the `component`.
 
         Raises:
-            `RuntimeError`: it was refused, on all ranks that asked for this component. `RankLost`: see `check`.
+            `RuntimeError`: it was refused, on all ranks that asked for this component, or its companions do not come.
+            `RankLost`: see `check`.
         """
         with interrupts, self._state:
             self.check()
@@ -133,12 +136,14 @@ class Turn(Ending):
             self.hand_back()
             self._driver = threading.get_ident()
             self._asked, self._refusal = asked, None
+            self._hold.end()
             self._farewell.take_back()
             self._notify()
             try:
-                self._wait(lambda: self._asked is None)
+                self._wait(lambda: self._asked is None, lambda: self._hold.check(self.options.timeout))
             finally:
                 self._asked = None
+                self._hold.end()
             if self._refusal is not None:
                 raise RuntimeError(self._refusal)
 
@@ -232,7 +237,8 @@ class Turn(Ending):
             if self._farewell.paused:
                 self._state.wait(POLL_SECONDS)
                 return Step.PAUSE
-            if heard or self._asked is not None or self._farewell.to_be_said or self._sought:
+            asks = self._asked is not None and not self._hold.on
+            if heard or asks or self._farewell.to_be_said or self._sought:
                 self._sought = False
                 return Step.ROUND
             return Step.WAIT
@@ -282,9 +288,24 @@ class Turn(Ending):
         """The round brought no pass; if what this rank had `asked` for was refused, the main thread hears why."""
         with self._state:
             self._presence.stop_expecting()
-            if refusal is not None and self._asked is asked:
-                self._refusal, self._asked = refusal, None
-                self._state.notify_all()
+            if refusal is not None:
+                self._refuse(asked, refusal)
+
+    def companions_missing(self, asked: dict[str, Any], missing: list[int], conflict: str | None) -> None:
+        """
+        What this rank had `asked` for does not count without those ([Note: Companions]); with a `conflict`, it never
+        will.
+        """
+        with self._state:
+            if conflict is not None:
+                self._refuse(asked, conflict)
+            elif self._asked is asked:
+                self._hold.begin(missing)
+
+    def _refuse(self, asked: dict[str, Any] | None, reason: str) -> None:
+        if self._asked is asked:
+            self._refusal, self._asked = reason, None
+            self._state.notify_all()
 
     def watch(
         self, check: Callable[[], None], is_driven: Callable[[float], bool], take_over: Callable[[], None]
