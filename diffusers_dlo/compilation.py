@@ -7,6 +7,7 @@ it is being traced. Must not compile, nor change what is compiled.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -83,7 +84,8 @@ class CompiledParts:
 
     def __init__(self, root: nn.Module, name: str) -> None:
         self._name = name
-        self._parts = [(type(module).__name__, vars(module)) for module in root.modules()]
+        self._find_root = weakref.ref(root)
+        self._parts = [(type(part).__name__, vars(part)) for part in root.modules() if part is not root]
 
     def refuse_cuda_graphs(self) -> None:
         """
@@ -93,7 +95,8 @@ class CompiledParts:
         wrapper = getattr(sys.modules.get(_EVAL_FRAME), "OptimizedModule", None)
         if wrapper is None:
             return
-        for kind, state in self._parts:
+        root = self._find_root()
+        for kind, state in (*(() if root is None else ((type(root).__name__, vars(root)),)), *self._parts):
             compiled = [state.get("_compiled_call_impl"), state.get("forward")]
             compiled += [vars(child).get("forward") for child in state["_modules"].values() if type(child) is wrapper]
             if any(call is not None and has_cuda_graphs(call) for call in compiled):

@@ -46,9 +46,15 @@ class LoaderGuard:
 
     def __init__(self, component: Component, root: nn.Module) -> None:
         self._component = component
-        self._root = root
+        # Blocks hold this, and the engine holds blocks: a model that is dropped has to be free to go.
+        self._find_root = weakref.ref(root)
         self._loading = 0
         self._loading_model = 0
+
+    @property
+    def _root(self) -> Any:
+        """The component's module, which is there for as long as its methods are called."""
+        return self._find_root()
 
     @property
     def names_only(self) -> bool:
@@ -95,7 +101,7 @@ class LoaderGuard:
     def streams_vocabulary(self) -> bool:
         """Whether its input embeddings are a leaf that streams."""
         try:
-            weight = self._root.get_input_embeddings().weight  # type: ignore[operator]
+            weight = self._root.get_input_embeddings().weight
         except (AttributeError, NotImplementedError):
             return False
         return any(tensor.born is weight for leaf in self._component.leaves for tensor in leaf.tensors)
