@@ -6,7 +6,7 @@ no weights, so a meta model will do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -54,9 +54,10 @@ def get_blocks_from_dit(model: nn.Module) -> tuple[list[str], list[nn.Module]]:
 def discover_blocks(model: nn.Module, names: Sequence[str] | None = None) -> Discovery:
     """
     Finds the blocks of `model`: members of the `ModuleList`s called `names`, else of those set for its class, else the
-    members of `ModuleList`s whose class the model declares as repeated or unsplittable, else of any `ModuleList`. Of
-    nested candidates the outermost is the block, and a `ModuleList` is never one itself. Leaves are the
-    `nn.Embedding`s and `nn.Linear`s outside blocks that are at least as large as the largest block.
+    members of `ModuleList`s whose class the model declares as repeated or unsplittable, with such other members as are
+    no smaller, else of any `ModuleList`. Of nested candidates the outermost is the block, unless it is a model, or one
+    declared that consists mostly of others; a `ModuleList` is never one itself. Leaves are the `nn.Embedding`s and
+    `nn.Linear`s outside blocks that are at least as large as the largest block.
 
     Raises:
         `ValueError`: a name that does not exist or is no `ModuleList`, or a model without blocks.
@@ -73,11 +74,7 @@ def discover_blocks(model: nn.Module, names: Sequence[str] | None = None) -> Dis
         chosen = dict(member for name in names for member in _members(name, lists[name]))
         blocks = _outermost(chosen)
     else:
-        candidates = dict(member for name, module in lists.items() for member in _members(name, module))
-        declared = _declared_classes(model)
-        blocks = _outermost({n: m for n, m in candidates.items() if type(m).__name__ in declared})
-        if not blocks:
-            blocks = _outermost(candidates)
+        blocks = _found(model, dict(member for name, module in lists.items() for member in _members(name, module)))
     if not blocks:
         raise ValueError(
             f"No blocks found in {type(model).__name__!r}: it has "
@@ -184,16 +181,19 @@ class FoundUnit:
     is_leaf: bool
 
 
-def find_units(model: nn.Module, names: Sequence[str] | None = None) -> tuple[list[FoundUnit], list[OwnedTensor]]:
+def find_units(
+    model: nn.Module, names: Sequence[str] | None = None, elsewhere: Collection[int] = ()
+) -> tuple[list[FoundUnit], list[OwnedTensor]]:
     """
-    The blocks and then the leaves of `model` that have tensors to stream, and the tensors that stay on the device.
+    The blocks and then the leaves of `model` that have tensors to stream, and the tensors that stay on the device,
+    those among them that are used `elsewhere` (by `id`).
 
     Raises:
         `ValueError`: as `discover_blocks`, or blocks that share all their weights.
     """
     discovery = discover_blocks(model, names)
     every = [(name, (block,)) for name, block in discovery.blocks.items()] + _with_ties(discovery.leaves)
-    managed, resident = partition_tensors(model, [modules for _, modules in every])
+    managed, resident = partition_tensors(model, [modules for _, modules in every], elsewhere)
     units = [
         FoundUnit(name, modules, tensors, is_leaf=index >= len(discovery.blocks))
         for index, ((name, modules), tensors) in enumerate(zip(every, managed))
@@ -219,6 +219,38 @@ def _members(name: str, module_list: nn.ModuleList) -> Iterator[tuple[str, nn.Mo
             yield f"{name}.{index}", member
 
 
+def _found(model: nn.Module, members: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The blocks among the members of all lists, where nobody has named any."""
+    # A model in a list (the nets of a multi-ControlNet) is as large as a model: what streams are its own blocks.
+    candidates = {name: module for name, module in members.items() if not _is_model(module)} or members
+    declared = _declared_classes(model)
+    blocks = _outermost(_parts({name: m for name, m in candidates.items() if type(m).__name__ in declared}))
+    if not blocks:
+        return _outermost(candidates)
+    sizes = [_nbytes(block) for block in blocks.values()]
+    taken = {id(inner) for block in blocks.values() for inner in block.modules()}
+    others = {n: m for n, m in candidates.items() if all(id(inner) not in taken for inner in m.modules())}
+    large = [m for m in _outermost(others).values() if _nbytes(m) >= min(sizes)]
+    inside = {id(inner) for module in large for inner in module.modules()}
+    parts = _outermost(_parts({n: m for n, m in others.items() if id(m) in inside}, max(sizes)))
+    return {name: module for name, module in candidates.items() if name in blocks or name in parts}
+
+
+def _parts(candidates: dict[str, nn.Module], limit: int = 0) -> dict[str, nn.Module]:
+    """
+    Candidates without those of more than `limit` bytes that consist mostly of others: the stage of a UNet is as large
+    as a quarter of it, and a slot holds a whole block.
+    """
+    parts: dict[str, nn.Module] = {}
+    for name, module in candidates.items():
+        inner = set(map(id, module.modules())) - {id(module)}
+        held = _outermost({n: m for n, m in candidates.items() if id(m) in inner})
+        size = _nbytes(module)
+        if size <= limit or 2 * sum(map(_nbytes, held.values())) <= size:
+            parts[name] = module
+    return parts
+
+
 def _outermost(candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Candidates that lie in no other one, each module once however often it is listed, in the order given."""
     inner = {
@@ -231,6 +263,13 @@ def _outermost(candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
             seen.add(id(module))
             found[name] = module
     return found
+
+
+def _is_model(module: nn.Module) -> bool:
+    from diffusers import ModelMixin
+    from transformers import PreTrainedModel
+
+    return isinstance(module, (ModelMixin, PreTrainedModel))
 
 
 def _declared_classes(model: nn.Module) -> set[str]:
