@@ -76,10 +76,10 @@ def partition_tensors(
     """
     Splits the tensors of `module` into those that are managed, for each of `units` (a block, or leaves that share a
     weight), and those that stay on the device. What two units share, or a unit and the rest, stays: be it a tensor,
-    its memory or a whole module. So does what is used `elsewhere`, in another component (ids of tensors), a tensor of a
-    single element (an expanded placeholder could be written to), one whose bytes are not its value (overlapping, with
-    gaps, lazily conjugated or negated), an adapter's, and a small buffer: forward may write to it in ways that leave no
-    trace (batch norm does).
+    its memory or a whole module. So does what is used `elsewhere`, in another component (ids of tensors), a tensor of
+    a single element (an expanded placeholder could be written to), one whose bytes are not its value (overlapping,
+    with gaps, lazily conjugated or negated), an adapter's, and a small buffer: forward may write to it in ways that
+    leave no trace (batch norm does).
     """
     homes = _homes(module, units)
     adapters = _adapter_modules(module)

@@ -77,7 +77,7 @@ _SDXL = {
 
 def _sdxl(num_blocks: int) -> nn.Module:
     return ControlNetModel(
-        **_SDXL, attention_head_dim=(1, 2), layers_per_block=2, transformer_layers_per_block=(1, num_blocks)
+        **_SDXL, attention_head_dim=(1, 2), layers_per_block=1, transformer_layers_per_block=(1, num_blocks)
     )
 
 
@@ -90,7 +90,7 @@ def _union(num_blocks: int) -> nn.Module:
     return ControlNetUnionModel(
         **_SDXL,
         attention_head_dim=(1, 2),
-        layers_per_block=2,
+        layers_per_block=1,
         transformer_layers_per_block=(1, num_blocks),
         num_control_type=3,
         num_trans_channel=8,
@@ -160,7 +160,7 @@ def _xs(num_blocks: int) -> nn.Module:
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         norm_num_groups=4,
         cross_attention_dim=20,
-        transformer_layers_per_block=(num_blocks, num_blocks),
+        transformer_layers_per_block=(1, num_blocks),
         num_attention_heads=2,
         ctrl_conditioning_embedding_out_channels=(4, 6, 8),
         ctrl_block_out_channels=(4, 8),

@@ -1,7 +1,7 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns tiny text and image encoders: the classes of transformers that diffusers' pipelines load and `tests/zoo.py` does not
-have, with the arguments of a prompt or picture to encode. Must not compare anything.
+Owns tiny text and image encoders: the classes of transformers that diffusers' pipelines load and `tests/zoo.py` does
+not have, with the arguments of a prompt or picture to encode. Must not compare anything.
 """
 
 from __future__ import annotations

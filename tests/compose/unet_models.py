@@ -25,6 +25,7 @@ from diffusers import (
     UNetSpatioTemporalConditionModel,
     UVit2DModel,
 )
+from diffusers.models.transformers import DualTransformer2DModel
 from diffusers.models.unets import DreamLiteUNetModel
 from torch import nn
 
@@ -32,14 +33,14 @@ from tests.zoo import Tiny, _draw, _token_ids, _uniform
 
 
 def _sdxl(num_blocks: int) -> nn.Module:
-    # The shape of SDXL: no attention in the first stage, `num_blocks` and more layers in each of the later ones, linear
-    # projections, and sizes and a pooled prompt added to the time embedding.
+    # The shape of SDXL: no attention in the first stage, `num_blocks` and more layers in each of the later ones,
+    # linear projections, and sizes and a pooled prompt added to the time embedding.
     return UNet2DConditionModel(
         sample_size=8,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         block_out_channels=(8, 16, 24),
-        layers_per_block=2,
+        layers_per_block=1,
         transformer_layers_per_block=(1, num_blocks, num_blocks + 1),
         attention_head_dim=(1, 2, 3),
         cross_attention_dim=20,
@@ -113,14 +114,16 @@ def _motion(num_blocks: int) -> nn.Module:
         block_out_channels=(8, 16),
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        layers_per_block=num_blocks,
+        layers_per_block=1,
+        transformer_layers_per_block=num_blocks,
         norm_num_groups=4,
         cross_attention_dim=20,
         attention_head_dim=2,
     )
     adapter = MotionAdapter(
         block_out_channels=(8, 16),
-        motion_layers_per_block=num_blocks,
+        motion_layers_per_block=1,
+        motion_transformer_layers_per_block=num_blocks,
         motion_num_attention_heads=2,
         motion_norm_num_groups=4,
         motion_max_seq_length=4,
@@ -274,7 +277,7 @@ def _dreamlite(num_blocks: int) -> nn.Module:
     return DreamLiteUNetModel(
         sample_size=8,
         block_out_channels=(8, 16, 24),
-        layers_per_block=num_blocks,
+        layers_per_block=1,
         norm_num_groups=4,
         cross_attention_dim=20,
         transformer_layers_per_block=num_blocks,
@@ -291,6 +294,24 @@ def _picture_inputs(seed: int) -> dict[str, Any]:
         "encoder_hidden_states": draw(2, 5, 20),
         "return_dict": False,
     }
+
+
+def _dual(num_blocks: int) -> nn.Module:
+    # The attention of a UNet that attends to two conditions: a list of two models, each with blocks of its own.
+    return DualTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=16,
+        num_layers=num_blocks,
+        norm_num_groups=4,
+        cross_attention_dim=20,
+    )
+
+
+def _dual_inputs(seed: int) -> dict[str, Any]:
+    draw = _draw(seed)
+    # The lengths of the two conditions are fixed by the class: 77 and 257 tokens.
+    return {"hidden_states": draw(1, 16, 4, 4), "encoder_hidden_states": draw(1, 77 + 257, 20), "return_dict": False}
 
 
 def _unet1d(num_blocks: int) -> nn.Module:
@@ -315,6 +336,7 @@ MODELS: dict[str, Tiny] = {
         Tiny("UNet2DConditionModel", _sdxl, sdxl_inputs),
         Tiny("UNet2DModel", _unet2d, _unet2d_inputs),
         Tiny("UNet3DConditionModel", _unet3d, _unet3d_inputs),
+        Tiny("DualTransformer2DModel", _dual, _dual_inputs),
         Tiny("DreamLiteUNetModel", _dreamlite, _picture_inputs),
         Tiny("I2VGenXLUNet", _i2vgenxl, _i2vgenxl_inputs),
         Tiny("Kandinsky3UNet", _kandinsky3, _kandinsky3_inputs),
