@@ -203,23 +203,34 @@ def _serve_state_dict(name: str, entries: list[tuple[str, Unit, int, ManagedTens
 
 class PlaceholderGuard(TorchDispatchMode):
     """
-    Raises when an operation reads the placeholder of a managed tensor, naming it. NaNs are no reliable alarm: a
-    comparison swallows them, an integer has none.
+    Raises when an operation reads the placeholder of a block's tensor, naming it. NaNs are no reliable alarm: a
+    comparison swallows them, an integer has none. For a leaf's it calls `keep` first, after which it may be there.
     """
 
-    def __init__(self, component: Component) -> None:
+    def __init__(self, component: Component, keep: Callable[[Unit], None]) -> None:
         super().__init__()
         self._component = component
-        self._tensors = [tensor for unit in component.units for tensor in unit.tensors]
-        self._storages = {tensor.placeholder.untyped_storage()._cdata: tensor for tensor in self._tensors}
+        self._keep = keep
+        self._placeholders = {
+            tensor.placeholder.untyped_storage()._cdata: (unit, tensor)
+            for unit in component.units
+            for tensor in unit.tensors
+        }
+
+    def _find(self, operand: torch.Tensor) -> tuple[Unit, ManagedTensor] | None:
+        return self._placeholders.get(operand.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)) if func is not _RE_POINTING else ():
-            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
-                found = self._storages.get(leaf.untyped_storage()._cdata)
+        for operand in tree_leaves((args, kwargs)) if func is not _RE_POINTING else ():
+            if isinstance(operand, torch.Tensor) and operand.layout == torch.strided:
+                found = self._find(operand)
+                if found is not None and found[0].layout.is_leaf:
+                    self._keep(found[0])
+                    found = self._find(operand)  # a view that was made before is still one of the placeholder
                 if found is not None:
+                    name = found[1].name
                     raise RuntimeError(
-                        f"'{found.name}' of '{self._component.name}' was read outside its block's turn (by {func}), "
+                        f"'{name}' of '{self._component.name}' was read outside its block's turn (by {func}), "
                         "when its weights are not on the device. Name the ModuleLists that can stream with "
                         "blocks=[...], or leave this component out with components=[...]."
                     )

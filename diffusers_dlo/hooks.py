@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.utils import logging
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .byte_size import format_bytes
 from .engine import Engine
 from .guards import PlaceholderGuard
 from .interrupts import interrupts
@@ -27,6 +29,8 @@ from .tensor_utils import iter_tensors
 from .units import Component, Unit
 from .validation import refuse_foreign_hooks
 
+
+logger = logging.get_logger(__name__)
 
 MARKER = "distributed_layerwise_offload"
 
@@ -196,7 +200,7 @@ class ComponentHooks:
         root = self._watched[0]
         if all(module._compiled_call_impl is None for module in root.modules()):
             with interrupts:
-                self._first = _FirstForward(self._component, self._acquire_submodule)
+                self._first = _FirstForward(self._component, self._acquire_submodule, self._keep_leaf)
         else:
             self._checked = True  # tracing would see the guard, and compile for it
 
@@ -218,6 +222,16 @@ class ComponentHooks:
         if self._first is not None:
             self._first.suspend(unit)
 
+    def _keep_leaf(self, leaf: Unit) -> None:
+        """A leaf's weights are read where its module is not called, so no hook fetches them: they stay from now on."""
+        self._engine.acquire(leaf)
+        leaf.keep()
+        self._engine.release(leaf)
+        logger.warning(
+            f"'{leaf.layout.name}' of '{leaf.component}' is used without being called, so its "
+            f"{format_bytes(leaf.layout.nbytes)} stay on the device."
+        )
+
 
 class _FirstForward:
     """
@@ -226,7 +240,10 @@ class _FirstForward:
     deferred while these go on and off: both are kept by torch, which would not take back one of them alone.
     """
 
-    def __init__(self, component: Component, on_call: Callable[[nn.Module], None]) -> None:
+    def __init__(
+        self, component: Component, on_call: Callable[[nn.Module], None], keep: Callable[[Unit], None]
+    ) -> None:
+        self._keep = keep
         self._handle = register_module_forward_pre_hook(lambda module, args: on_call(module))
         self._component = component
         self._thread = threading.get_ident()
@@ -257,7 +274,7 @@ class _FirstForward:
 
     def _watch(self) -> None:
         if self._guard is None:
-            self._guard = PlaceholderGuard(self._component)
+            self._guard = PlaceholderGuard(self._component, self._keep)
             self._guard.__enter__()
 
     def _unwatch(self) -> None:

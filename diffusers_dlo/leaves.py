@@ -32,7 +32,7 @@ class Leaves:
     def acquire(self, leaf: Unit) -> None:
         """Fetches a leaf, unless it is there already, on the current stream: the allocator then knows its use."""
         leaf.holds += 1  # first: what stays may be given back by another thread, but not while it is held
-        if leaf.holds > 1:
+        if leaf.holds > 1 or not leaf.streams:
             return
         try:
             buffer = leaf.buffer

@@ -32,7 +32,7 @@ class ManagedTensor:
         # One that is re-pointed looks ordinary and has no version counter, so it is not to be used again.
         self._is_inference = owned.tensor.is_inference()
         self.kept = False
-        "Whether forward wrote to it: its value is this rank's own from then on, and stays on the device."
+        "Whether it stays on the device: forward wrote to it, and its value is this rank's own, or reads it anywhere."
         self._version = self.born._version
 
     def insert(self) -> None:

@@ -111,6 +111,11 @@ class Unit:
         return self.views[slot.index]
 
     @property
+    def streams(self) -> bool:
+        """Whether any of its tensors does still."""
+        return bool(self._streaming)
+
+    @property
     def extents(self) -> list[Extent]:
         """The host memory this rank copies for it."""
         return self.store.extents(self.key)
@@ -148,6 +153,12 @@ class Unit:
             tensor.unpoint(views[index])
         if any(tensor.kept for _, tensor in self._streaming):
             self._streaming = [(index, tensor) for index, tensor in self._streaming if not tensor.kept]
+
+    def keep(self) -> None:
+        """Its tensors, which are pointed at its bytes, stay there for good and stream no more."""
+        for _, tensor in self._streaming:
+            tensor.kept = True
+        self._streaming, self._pointed = [], ()
 
     def __str__(self) -> str:
         return f"block '{self.layout.name}' of '{self.component}'"

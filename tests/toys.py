@@ -233,6 +233,14 @@ class Leafy(Stack):
         return super().forward(x + self.embed((x * 50).long().abs() % 400).mean(dim=1))
 
 
+class Uncalled(Leafy):
+    """Reads the weights of its head without calling it, and those of its embedding where it calls that too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = nn.functional.linear(super().forward(x), self.lm_head.weight, self.lm_head.bias)
+        return nn.functional.linear(logits.softmax(dim=-1), self.embed.weight.t())
+
+
 def toy(cls: type[nn.Module], *args: object, seed: int = 0) -> nn.Module:
     """A toy with weights that depend on `seed` alone."""
     torch.manual_seed(seed)

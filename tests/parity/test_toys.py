@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from diffusers.utils.testing_utils import CaptureLogger
 from torch import nn
 
-from diffusers_dlo import apply_distributed_layerwise_offload, plan_distributed_layerwise_offload, tensor_utils
+from diffusers_dlo import apply_distributed_layerwise_offload, hooks, plan_distributed_layerwise_offload, tensor_utils
 from tests import toys
 from tests.ranks import run_ranks
 from tests.toys import feed, toy
@@ -22,6 +23,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "repeated": lambda: toy(toys.Repeated),
     "borrowing": lambda: toy(toys.Borrowing),
     "leafy": lambda: toy(toys.Leafy),
+    "uncalled leaves": lambda: toy(toys.Uncalled),
     "training batch norm": lambda: toy(toys.Stack, 3, toys.NormingBlock).train(),
     "returning weights": lambda: toy(toys.Returning),
     "aliased": lambda: toy(toys.Aliased),
@@ -213,3 +215,28 @@ def test_large_leaves_come_on_demand_and_unused_ones_never() -> None:
         assert model.embed.weight.untyped_storage().nbytes() == 4
     finally:
         handle.remove()
+
+
+def test_leaves_whose_weights_are_read_without_a_call_stay() -> None:
+    model, reference = toy(toys.Uncalled), toy(toys.Uncalled)
+    handle = apply_distributed_layerwise_offload(model)
+    try:
+        sizes = {leaf.name: leaf.padded_nbytes(1) for leaf in handle.plan.components[0].leaves}
+        with CaptureLogger(hooks.logger) as log, torch.inference_mode():
+            model(feed(0))
+        lines = [f"'{name}' of 'model' is used without being called, so its" for name in ("lm_head", "embed")]
+        assert [line.partition(" its ")[0] + " its" for line in log.out.splitlines()] == lines
+        # The embedding was called before it was read, and so came twice.
+        fetched = sizes["lm_head"] + 2 * sizes["embed"]
+        assert handle.report().on_demand_bytes == fetched
+        pointers = [model.lm_head.weight.data_ptr(), model.embed.weight.data_ptr()]
+        with CaptureLogger(hooks.logger) as log, torch.no_grad():
+            for seed in range(3):
+                assert torch.equal(model(feed(seed)), reference(feed(seed)))
+        assert log.out == "" and handle.report().on_demand_bytes == fetched
+        assert [model.lm_head.weight.data_ptr(), model.embed.weight.data_ptr()] == pointers
+        assert_same(model.state_dict(), reference.state_dict())
+    finally:
+        handle.remove()
+    assert_same(model.state_dict(), reference.state_dict())
+    assert not any(parameter.is_inference() for parameter in model.parameters())
