@@ -17,6 +17,9 @@ from .tensor_utils import OwnedTensor, partition_tensors
 
 _BLOCKS_ATTRIBUTE = "_layerwise_offload_blocks_attrs"
 
+_Container = (nn.ModuleList, nn.ModuleDict)
+"what holds modules and is never called itself"
+
 
 @dataclass(frozen=True)
 class Discovery:
@@ -55,13 +58,14 @@ def discover_blocks(model: nn.Module, names: Sequence[str] | None = None) -> Dis
     """
     Finds the blocks of `model`: members of the `ModuleList`s called `names`, else of those set for its class, else the
     members of `ModuleList`s whose class the model declares as repeated or unsplittable, else of any `ModuleList`. Of
-    nested candidates the outermost is the block, and a `ModuleList` is never one itself. Leaves are the
+    nested candidates the outermost is the block, and a `ModuleList` is never one itself. A `ModuleDict` counts as a
+    list where it is named, and its members where their class is declared. Leaves are the
     `nn.Embedding`s and `nn.Linear`s outside blocks that are at least as large as the largest block.
 
     Raises:
         `ValueError`: a name that does not exist or is no `ModuleList`, or a model without blocks.
     """
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, _Container)}
     names = tuple(names) if names is not None else tuple(get_blocks_attr_names(model))
     if names:
         for name in names:
@@ -73,8 +77,14 @@ def discover_blocks(model: nn.Module, names: Sequence[str] | None = None) -> Dis
         chosen = dict(member for name in names for member in _members(name, lists[name]))
         blocks = _outermost(chosen)
     else:
-        candidates = dict(member for name, module in lists.items() for member in _members(name, module))
         declared = _declared_classes(model)
+        # Dictionaries also hold what differs from entry to entry, such as embedders by name.
+        candidates = {
+            name: member
+            for container, module in lists.items()
+            for name, member in _members(container, module)
+            if isinstance(module, nn.ModuleList) or type(member).__name__ in declared
+        }
         blocks = _outermost({n: m for n, m in candidates.items() if type(m).__name__ in declared})
         if not blocks:
             blocks = _outermost(candidates)
@@ -208,15 +218,15 @@ def find_units(model: nn.Module, names: Sequence[str] | None = None) -> tuple[li
     return units, resident
 
 
-def _members(name: str, module_list: nn.ModuleList) -> Iterator[tuple[str, nn.Module]]:
+def _members(name: str, container: nn.ModuleList | nn.ModuleDict) -> Iterator[tuple[str, nn.Module]]:
     """
-    The members of a `ModuleList` that hold weights; those of an inner `ModuleList`, which nobody calls, in its place.
+    The members of a list that hold weights; those of an inner list or dictionary, which nobody calls, in its place.
     """
-    for index, member in enumerate(module_list):
-        if isinstance(member, nn.ModuleList):
-            yield from _members(f"{name}.{index}", member)
+    for key, member in container.items() if isinstance(container, nn.ModuleDict) else enumerate(container):
+        if isinstance(member, _Container):
+            yield from _members(f"{name}.{key}", member)
         elif any(True for _ in member.parameters()):
-            yield f"{name}.{index}", member
+            yield f"{name}.{key}", member
 
 
 def _outermost(candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -161,6 +161,29 @@ def test_the_outermost_is_the_block_also_where_the_inner_one_is_declared_first()
     assert names_of(Outer()) == ["second.0"]
 
 
+class ByKey(Repeats):
+    """Layers between those of the list, in a dictionary that has some of their numbers; another is of embedders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = nn.ModuleDict({"1": Block(16, 8), "3": Block(16, 40)})
+        self.embedders = nn.ModuleDict({"text": nn.Linear(16, 16)})
+
+
+def test_members_of_a_dictionary_stream_where_their_class_is_declared() -> None:
+    assert names_of(ByKey()) == ["layers.0", "layers.1", "between.1", "between.3"]
+    assert names_of(ByKey(), ["embedders", "between"]) == ["embedders.text", "between.1", "between.3"]
+    model = Mixed()
+    model.by_key = nn.ModuleDict({"a": Block(16, 8)})
+    assert names_of(model) == ["adapters.0", "adapters.1", "layers.0", "layers.1"], "nothing is declared"
+
+
+def test_a_dictionary_in_a_list_is_no_block() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"attn": Block(16, 8), "ff": nn.Linear(16, 16)}) for _ in range(2))
+    assert names_of(model) == ["layers.0.attn", "layers.0.ff", "layers.1.attn", "layers.1.ff"]
+
+
 def test_a_repeated_module_is_one_block() -> None:
     model = toy(toys.Repeated)
     assert names_of(model) == ["blocks.0", "blocks.1"]
