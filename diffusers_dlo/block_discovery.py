@@ -59,7 +59,8 @@ def discover_blocks(model: nn.Module, names: Sequence[str] | None = None) -> Dis
     Finds the blocks of `model`: members of the `ModuleList`s called `names`, else of those set for its class, else the
     members of `ModuleList`s whose class the model declares as repeated or unsplittable, else of any `ModuleList`. Of
     nested candidates the outermost is the block, and a `ModuleList` is never one itself. A `ModuleDict` counts as a
-    list where it is named, and its members where their class is declared. Leaves are the
+    list where it is named, and its members where their class is declared. Unsplittable layers that are not what the
+    model repeats stay if they are smaller, all together, than the largest block. Leaves are the
     `nn.Embedding`s and `nn.Linear`s outside blocks that are at least as large as the largest block.
 
     Raises:
@@ -88,6 +89,7 @@ def discover_blocks(model: nn.Module, names: Sequence[str] | None = None) -> Dis
         blocks = _outermost({n: m for n, m in candidates.items() if type(m).__name__ in declared})
         if not blocks:
             blocks = _outermost(candidates)
+        blocks = _worth_streaming(model, blocks)
     if not blocks:
         raise ValueError(
             f"No blocks found in {type(model).__name__!r}: it has "
@@ -243,11 +245,33 @@ def _outermost(candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return found
 
 
-def _declared_classes(model: nn.Module) -> set[str]:
+def _worth_streaming(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """
+    Without blocks of a class that is declared unsplittable, but not repeated as others are, if all together are
+    smaller than the largest block: layers of an encoder inside the model. They would save less than a slot takes, and
+    a loop over them would stream everything else once a turn.
+    """
+    repeated = _declared_classes(model, ("_repeated_blocks",))
+    kinds: dict[type[nn.Module], int] = {}
+    for block in blocks.values():
+        kinds[type(block)] = kinds.get(type(block), 0) + _nbytes(block)
+    if not any(kind.__name__ in repeated for kind in kinds):
+        return blocks
+    largest = max(map(_nbytes, blocks.values()))
+    return {
+        name: block
+        for name, block in blocks.items()
+        if type(block).__name__ in repeated or kinds[type(block)] >= largest
+    }
+
+
+def _declared_classes(
+    model: nn.Module, attributes: Sequence[str] = ("_repeated_blocks", "_no_split_modules")
+) -> set[str]:
     """Class names that the model, or a model inside it (a text encoder's decoder), declares as repeated layers."""
     declared: set[str] = set()
     for module in model.modules():
-        for attribute in ("_repeated_blocks", "_no_split_modules"):
+        for attribute in attributes:
             declared.update(getattr(type(module), attribute, None) or ())
     return declared
 

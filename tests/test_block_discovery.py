@@ -161,6 +161,26 @@ def test_the_outermost_is_the_block_also_where_the_inner_one_is_declared_first()
     assert names_of(Outer()) == ["second.0"]
 
 
+class WithEncoder(Repeats):
+    """As Wan-Animate: an encoder in the model has layers that are unsplittable, and not what the model repeats."""
+
+    _no_split_modules = ["Block", "Linear"]
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(16, width) for _ in range(3))
+
+
+def test_small_layers_that_are_not_repeated_stay() -> None:
+    block, layers = ["layers.0", "layers.1"], ["adapters.0", "adapters.1"]
+    encoder = ["encoder.0", "encoder.1", "encoder.2"]
+    sizes = [nbytes(Block(16, 24)), 2 * nbytes(nn.Linear(16, 16))]
+    assert sizes[1] + 3 * nbytes(nn.Linear(16, 5)) < sizes[0] <= sizes[1] + 3 * nbytes(nn.Linear(16, 6))
+    assert names_of(WithEncoder(5)) == block
+    assert names_of(WithEncoder(6)) == [*layers, *block, *encoder]
+    assert names_of(WithEncoder(5), ["encoder", "layers"]) == [*encoder, *block], "who names the list wants it"
+
+
 class ByKey(Repeats):
     """Layers between those of the list, in a dictionary that has some of their numbers; another is of embedders."""
 

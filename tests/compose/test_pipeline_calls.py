@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from diffusers.models.transformers.transformer_sana_wm_refiner import SanaWMRefinerKVCache
 from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
@@ -19,7 +20,7 @@ from diffusers_dlo import apply_distributed_layerwise_offload
 from tests.compose import other_models, video_models, wan_models
 from tests.compose.drawing import draw
 from tests.ranks import run_ranks
-from tests.zoo import Tiny, flat
+from tests.zoo import Tiny, flat, run
 
 
 def _autoregressive_video(model: nn.Module, seed: int) -> Iterator[Any]:
@@ -130,10 +131,39 @@ def _compare(rank: int, size: int, transfer: str) -> list[int]:
     return counts
 
 
-def test_over_several_steps() -> None:
-    """Gathered on two ranks with requests of their own, which is also what sees a block that is held too long."""
-    assert run_ranks(2, _compare, "all_gather") == [[6, 11, 4, 8]] * 2
+def _laps(rank: int, size: int) -> list[int]:
+    """Passes of three forwards of a model that loops over an encoder of its own, in batches of faces."""
+    tiny = wan_models.MODELS["WanAnimateTransformer3DModel"]
+    handle = apply_distributed_layerwise_offload(model := tiny.build(3).eval(), transfer="all_gather")
+    try:
+        counts = []
+        for seed in range(3):
+            before = handle.report().passes
+            run(model, tiny.inputs(seed))
+            counts.append(handle.report().passes - before)
+        return counts
+    finally:
+        handle.remove()
 
 
-def test_over_several_steps_alone() -> None:
-    assert _compare(0, 1, "auto") == [6, 11, 4, 8]
+def _together(rank: int, size: int) -> dict[str, list[int]]:
+    return {
+        "all_gather": _compare(rank, size, "all_gather"),
+        "local": _compare(rank, size, "local"),
+        "laps": _laps(rank, size),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, list[int]]]:
+    """What two ranks found, each with requests of its own."""
+    return run_ranks(2, _together)
+
+
+@pytest.mark.parametrize("transfer", ("all_gather", "local"))
+def test_over_several_steps(found: list[dict[str, list[int]]], transfer: str) -> None:
+    assert [rank[transfer] for rank in found] == [[6, 11, 4, 8]] * 2
+
+
+def test_an_encoder_that_is_called_in_a_loop_streams_nothing_more(found: list[dict[str, list[int]]]) -> None:
+    assert [rank["laps"] for rank in found] == [[1, 1, 1]] * 2
