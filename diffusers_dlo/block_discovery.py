@@ -252,6 +252,7 @@ def _worth_streaming(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str
     a loop over them would stream everything else once a turn.
     """
     repeated = _declared_classes(model, ("_repeated_blocks",))
+    unsplittable = _declared_classes(model, ("_no_split_modules",)) - repeated
     kinds: dict[type[nn.Module], int] = {}
     for block in blocks.values():
         kinds[type(block)] = kinds.get(type(block), 0) + _nbytes(block)
@@ -261,7 +262,7 @@ def _worth_streaming(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str
     return {
         name: block
         for name, block in blocks.items()
-        if type(block).__name__ in repeated or kinds[type(block)] >= largest
+        if type(block).__name__ not in unsplittable or kinds[type(block)] >= largest
     }
 
 

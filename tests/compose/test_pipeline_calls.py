@@ -132,7 +132,10 @@ def _compare(rank: int, size: int, transfer: str) -> list[int]:
 
 
 def _laps(rank: int, size: int) -> list[int]:
-    """Passes of three forwards of a model that loops over an encoder of its own, in batches of faces."""
+    """
+    Passes of forwards of a model that loops over an encoder of its own, in batches of faces. The first forward is not
+    counted: it finds the order.
+    """
     tiny = wan_models.MODELS["WanAnimateTransformer3DModel"]
     handle = apply_distributed_layerwise_offload(model := tiny.build(3).eval(), transfer="all_gather")
     try:
@@ -141,7 +144,7 @@ def _laps(rank: int, size: int) -> list[int]:
             before = handle.report().passes
             run(model, tiny.inputs(seed))
             counts.append(handle.report().passes - before)
-        return counts
+        return counts[1:]
     finally:
         handle.remove()
 
@@ -166,4 +169,4 @@ def test_over_several_steps(found: list[dict[str, list[int]]], transfer: str) ->
 
 
 def test_an_encoder_that_is_called_in_a_loop_streams_nothing_more(found: list[dict[str, list[int]]]) -> None:
-    assert [rank["laps"] for rank in found] == [[1, 1, 1]] * 2
+    assert [rank["laps"] for rank in found] == [[1, 1]] * 2
