@@ -131,42 +131,50 @@ def _compare(rank: int, size: int, transfer: str) -> list[int]:
     return counts
 
 
-def _laps(rank: int, size: int) -> list[int]:
-    """
-    Passes of forwards of a model that loops over an encoder of its own, in batches of faces. The first forward is not
-    counted: it finds the order.
-    """
-    tiny = wan_models.MODELS["WanAnimateTransformer3DModel"]
-    handle = apply_distributed_layerwise_offload(model := tiny.build(3).eval(), transfer="all_gather")
-    try:
-        counts = []
-        for seed in range(3):
-            before = handle.report().passes
-            run(model, tiny.inputs(seed))
-            counts.append(handle.report().passes - before)
-        return counts[1:]
-    finally:
-        handle.remove()
+# Passes of one forward, once the first has found the order: stacks that are called in turn, an encoder that is called
+# in a loop, over batches of faces, and a model that goes through its layers twice.
+PASSES = {
+    "ConsisIDTransformer3DModel": 1,
+    "LatteTransformer3DModel": 1,
+    "WanVACETransformer3DModel": 1,
+    "WanAnimateTransformer3DModel": 1,
+    "RFD4ProteinaTransformer": 2,
+}
 
 
-def _together(rank: int, size: int) -> dict[str, list[int]]:
-    return {
-        "all_gather": _compare(rank, size, "all_gather"),
-        "local": _compare(rank, size, "local"),
-        "laps": _laps(rank, size),
-    }
+def _passes(rank: int, size: int) -> dict[str, list[int]]:
+    """Of two forwards after the first of each model."""
+    counts: dict[str, list[int]] = {}
+    for name in PASSES:
+        tiny = {**video_models.MODELS, **other_models.MODELS}[name]
+        handle = apply_distributed_layerwise_offload(model := tiny.build(3).eval(), transfer="all_gather")
+        try:
+            done = []
+            for seed in range(3):
+                run(model, tiny.inputs(seed))
+                done.append(handle.report().passes)
+            counts[name] = [done[1] - done[0], done[2] - done[1]]
+        finally:
+            handle.remove()
+    return counts
+
+
+def _together(rank: int, size: int) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    steps = {transfer: _compare(rank, size, transfer) for transfer in ("all_gather", "local")}
+    return steps, _passes(rank, size)
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, list[int]]]:
+def found() -> list[tuple[dict[str, list[int]], dict[str, list[int]]]]:
     """What two ranks found, each with requests of its own."""
     return run_ranks(2, _together)
 
 
 @pytest.mark.parametrize("transfer", ("all_gather", "local"))
-def test_over_several_steps(found: list[dict[str, list[int]]], transfer: str) -> None:
-    assert [rank[transfer] for rank in found] == [[6, 11, 4, 8]] * 2
+def test_over_several_steps(found: list[tuple[dict, dict]], transfer: str) -> None:
+    assert [steps[transfer] for steps, _ in found] == [[6, 11, 4, 8]] * 2
 
 
-def test_an_encoder_that_is_called_in_a_loop_streams_nothing_more(found: list[dict[str, list[int]]]) -> None:
-    assert [rank["laps"] for rank in found] == [[1, 1]] * 2
+@pytest.mark.parametrize("name", PASSES)
+def test_passes_of_a_forward(found: list[tuple[dict, dict]], name: str) -> None:
+    assert [passes[name] for _, passes in found] == [[PASSES[name]] * 2] * 2
