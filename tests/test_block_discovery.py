@@ -268,6 +268,49 @@ def test_models_in_a_list_are_no_blocks() -> None:
     assert names_of(Several(), ["nets"]) == ["nets.0", "nets.1"], "who names the list wants it"
 
 
+class WithEncoder(Repeats):
+    """As Wan-Animate: an encoder in the model has layers that are unsplittable, and not what the model repeats."""
+
+    _no_split_modules = ["Block", "Linear"]
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(16, width) for _ in range(3))
+
+
+def test_small_layers_that_are_not_repeated_stay() -> None:
+    block, layers = ["layers.0", "layers.1"], ["adapters.0", "adapters.1"]
+    encoder = ["encoder.0", "encoder.1", "encoder.2"]
+    sizes = [nbytes(Block(16, 24)), 2 * nbytes(nn.Linear(16, 16))]
+    assert sizes[1] + 3 * nbytes(nn.Linear(16, 5)) < sizes[0] <= sizes[1] + 3 * nbytes(nn.Linear(16, 6))
+    assert names_of(WithEncoder(5)) == block
+    assert names_of(WithEncoder(6)) == [*layers, *block, *encoder]
+    assert names_of(WithEncoder(5), ["encoder", "layers"]) == [*encoder, *block], "who names the list wants it"
+
+
+class ByKey(Repeats):
+    """Layers between those of the list, in a dictionary that has some of their numbers; another is of embedders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = nn.ModuleDict({"1": Block(16, 8), "3": Block(16, 40)})
+        self.embedders = nn.ModuleDict({"text": nn.Linear(16, 16)})
+
+
+def test_members_of_a_dictionary_stream_where_their_class_is_declared() -> None:
+    assert names_of(ByKey()) == ["layers.0", "layers.1", "between.1", "between.3"]
+    assert names_of(ByKey(), ["embedders", "between"]) == ["embedders.text", "between.1", "between.3"]
+    model = Mixed()
+    model.by_key = nn.ModuleDict({"a": Block(16, 8)})
+    assert names_of(model) == ["adapters.0", "adapters.1", "layers.0", "layers.1"], "nothing is declared"
+
+
+def test_a_dictionary_in_a_list_is_no_block() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"attn": Block(16, 8), "ff": nn.Linear(16, 16)}) for _ in range(2))
+    assert names_of(model) == ["layers.0.attn", "layers.0.ff", "layers.1.attn", "layers.1.ff"]
+
+
 def test_a_repeated_module_is_one_block() -> None:
     model = toy(toys.Repeated)
     assert names_of(model) == ["blocks.0", "blocks.1"]

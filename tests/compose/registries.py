@@ -60,6 +60,7 @@ OWN_ORDER = frozenset(
         "LatteTransformer3DModel",
         "Lumina2Transformer2DModel",
         "Qwen3VLForConditionalGeneration",
+        "RFD4ProteinaTransformer",
         "SparseControlNetModel",
         "StableCascadeUNet",
         "UNet1DModel",
@@ -70,7 +71,6 @@ OWN_ORDER = frozenset(
         "UNetMotionModel",
         "UNetSpatioTemporalConditionModel",
         "UVit2DModel",
-        "WanAnimateTransformer3DModel",
         "WanVACETransformer3DModel",
         "ZImageControlNetModel",
     }

@@ -55,13 +55,13 @@ def test_two_ranks(registry: dict[str, Tiny]) -> None:
 
 
 def calls(model: nn.Module, tiny: Tiny) -> list[str]:
-    """The members of `ModuleList`s that hold weights, in the order of their first calls in a forward."""
+    """The members of lists and dictionaries that hold weights, in the order of their first calls in a forward."""
     members = {
-        f"{path}.{index}": member
+        f"{path}.{key}": member
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        for index, member in enumerate(module)
-        if not isinstance(member, nn.ModuleList) and any(True for _ in member.parameters())
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        for key, member in module.named_children()
+        if not isinstance(member, (nn.ModuleList, nn.ModuleDict)) and any(True for _ in member.parameters())
     }
     seen: dict[str, None] = {}
     handles = [
