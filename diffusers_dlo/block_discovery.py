@@ -6,13 +6,12 @@ no weights, so a meta model will do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from diffusers import ModelMixin
 from torch import nn
 
-from .casts import run_nbytes
+from .block_choice import Container, choose_blocks, members_of, outermost, size_of
 from .tensor_utils import OwnedTensor, partition_tensors
 
 
@@ -55,15 +54,14 @@ def get_blocks_from_dit(model: nn.Module) -> tuple[list[str], list[nn.Module]]:
 def discover_blocks(model: nn.Module, names: Sequence[str] | None = None) -> Discovery:
     """
     Finds the blocks of `model`: members of the `ModuleList`s called `names`, else of those set for its class, else the
-    members of `ModuleList`s whose class the model declares as repeated or unsplittable, else of any `ModuleList`. Of
-    nested candidates the outermost is the block, and a `ModuleList` is never one itself, nor is a model with lists of
-    its own (one of several ControlNets). Leaves are the
+    members of `ModuleList`s that `choose_blocks` finds. Of nested candidates the outermost is the block, and a
+    `ModuleList` is never one itself; a `ModuleDict` counts as a list where it is named. Leaves are the
     `nn.Embedding`s and `nn.Linear`s outside blocks that are at least as large as the largest block.
 
     Raises:
         `ValueError`: a name that does not exist or is no `ModuleList`, or a model without blocks.
     """
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, Container)}
     names = tuple(names) if names is not None else tuple(get_blocks_attr_names(model))
     if names:
         for name in names:
@@ -72,15 +70,10 @@ def discover_blocks(model: nn.Module, names: Sequence[str] | None = None) -> Dis
                     f"'{name}' is not a ModuleList of {type(model).__name__!r}; it has: "
                     f"{', '.join(lists) if lists else 'none'}."
                 )
-        chosen = dict(member for name in names for member in _members(name, lists[name]))
-        blocks = _outermost(chosen)
+        chosen = dict(member for name in names for member in members_of(name, lists[name]))
+        blocks = outermost(chosen)
     else:
-        every = dict(member for name, module in lists.items() for member in _members(name, module))
-        candidates = {name: module for name, module in every.items() if not _is_model_of_blocks(module)}
-        declared = _declared_classes(model)
-        blocks = _outermost({n: m for n, m in candidates.items() if type(m).__name__ in declared})
-        if not blocks:
-            blocks = _outermost(candidates)
+        blocks = choose_blocks(model, lists)
     if not blocks:
         raise ValueError(
             f"No blocks found in {type(model).__name__!r}: it has "
@@ -141,7 +134,7 @@ def select_components(
             "Name those that should stream with components=[...]."
         )
     largest = max(
-        _nbytes(block)
+        size_of(block)
         for name, module in denoisers.items()
         for block in discover_blocks(module, blocks_of(name)).blocks.values()
     )
@@ -151,7 +144,7 @@ def select_components(
         if names is None
         and all(module is not denoiser for denoiser in denoisers.values())
         and _is_text_encoder(module)
-        and _nbytes(module) > largest
+        and size_of(module) > largest
         and _has_blocks(module, blocks_of(name))
     }
     streamed = {**denoisers, **encoders}
@@ -187,16 +180,19 @@ class FoundUnit:
     is_leaf: bool
 
 
-def find_units(model: nn.Module, names: Sequence[str] | None = None) -> tuple[list[FoundUnit], list[OwnedTensor]]:
+def find_units(
+    model: nn.Module, names: Sequence[str] | None = None, elsewhere: Collection[int] = ()
+) -> tuple[list[FoundUnit], list[OwnedTensor]]:
     """
-    The blocks and then the leaves of `model` that have tensors to stream, and the tensors that stay on the device.
+    The blocks and then the leaves of `model` that have tensors to stream, and the tensors that stay on the device,
+    those among them that are used `elsewhere` (by `id`).
 
     Raises:
         `ValueError`: as `discover_blocks`, or blocks that share all their weights.
     """
     discovery = discover_blocks(model, names)
     every = [(name, (block,)) for name, block in discovery.blocks.items()] + _with_ties(discovery.leaves)
-    managed, resident = partition_tensors(model, [modules for _, modules in every])
+    managed, resident = partition_tensors(model, [modules for _, modules in every], elsewhere)
     units = [
         FoundUnit(name, modules, tensors, is_leaf=index >= len(discovery.blocks))
         for index, ((name, modules), tensors) in enumerate(zip(every, managed))
@@ -211,53 +207,13 @@ def find_units(model: nn.Module, names: Sequence[str] | None = None) -> tuple[li
     return units, resident
 
 
-def _members(name: str, module_list: nn.ModuleList) -> Iterator[tuple[str, nn.Module]]:
-    """
-    The members of a `ModuleList` that hold weights; those of an inner `ModuleList`, which nobody calls, in its place.
-    """
-    for index, member in enumerate(module_list):
-        if isinstance(member, nn.ModuleList):
-            yield from _members(f"{name}.{index}", member)
-        elif any(True for _ in member.parameters()):
-            yield f"{name}.{index}", member
-
-
-def _is_model_of_blocks(module: nn.Module) -> bool:
-    return isinstance(module, ModelMixin) and any(
-        True for part in module.modules() if isinstance(part, nn.ModuleList) for _ in _members("", part)
-    )
-
-
-def _outermost(candidates: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Candidates that lie in no other one, each module once however often it is listed, in the order given."""
-    inner = {
-        id(submodule) for module in candidates.values() for submodule in module.modules() if submodule is not module
-    }
-    found: dict[str, nn.Module] = {}
-    seen: set[int] = set()
-    for name, module in candidates.items():
-        if id(module) not in inner and id(module) not in seen:
-            seen.add(id(module))
-            found[name] = module
-    return found
-
-
-def _declared_classes(model: nn.Module) -> set[str]:
-    """Class names that the model, or a model inside it (a text encoder's decoder), declares as repeated layers."""
-    declared: set[str] = set()
-    for module in model.modules():
-        for attribute in ("_repeated_blocks", "_no_split_modules"):
-            declared.update(getattr(type(module), attribute, None) or ())
-    return declared
-
-
 def _large_leaves(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    largest = max(_nbytes(block) for block in blocks.values())
+    largest = max(size_of(block) for block in blocks.values())
     inside = {id(submodule) for block in blocks.values() for submodule in block.modules()}
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.Linear)) and id(module) not in inside and _nbytes(module) >= largest
+        if isinstance(module, (nn.Embedding, nn.Linear)) and id(module) not in inside and size_of(module) >= largest
     }
 
 
@@ -267,7 +223,3 @@ def _with_ties(leaves: dict[str, nn.Module]) -> list[tuple[str, tuple[nn.Module,
     for name, leaf in leaves.items():
         tied.setdefault(id(leaf.weight), []).append((name, leaf))
     return [(group[0][0], tuple(leaf for _, leaf in group)) for group in tied.values()]
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(run_nbytes(tensor) for tensor in (*module.parameters(), *module.buffers()))

@@ -7,6 +7,7 @@ Pure: works on a meta model and imports no devices and no process groups.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -236,12 +237,14 @@ def build_plan(
     """
     common = config.transfer_for(group_size)
     encoders = _encoders_of(selection)
+    counted: set[int] = set()
     return OffloadPlan(
         components=tuple(
             plan_component(
                 name,
                 selection.streamed[name],
-                *found[name],
+                found[name][0],
+                _uncounted(found[name][1], counted),
                 transfer,
                 transient=transfer == "local" != common,
                 runs_once=name in encoders,
@@ -249,12 +252,22 @@ def build_plan(
             )
             for name, transfer in transfers_of(selection, config, group_size).items()
         ),
-        placed=tuple((n, type(m).__name__, nbytes_of(owned_tensors(m))) for n, m in selection.placed.items()),
+        placed=tuple(
+            (name, type(module).__name__, nbytes_of(_uncounted(owned_tensors(module), counted)))
+            for name, module in selection.placed.items()
+        ),
         group_size=group_size,
         num_slots=config.slots,
         host=config.host if files is None else "mapped",
         device_budget=config.device_budget,
     )
+
+
+def _uncounted(tensors: Sequence[OwnedTensor], counted: set[int]) -> list[OwnedTensor]:
+    """Those of `tensors` that no component before has counted as its own; notes them."""
+    fresh = [owned for owned in tensors if id(owned.tensor) not in counted]
+    counted |= {id(owned.tensor) for owned in fresh}
+    return fresh
 
 
 def _encoders_of(selection: Selection) -> Collection[str]:
@@ -272,7 +285,18 @@ def find_all(
         `ValueError`: as `find_units`, or a `blocks` option that does not fit the components.
     """
     validate_blocks_option(config, selection.streamed)
-    return {name: find_units(module, config.blocks_of(name)) for name, module in selection.streamed.items()}
+    shared = _shared_by(selection)
+    return {name: find_units(module, config.blocks_of(name), shared) for name, module in selection.streamed.items()}
+
+
+def _shared_by(selection: Selection) -> set[int]:
+    """
+    The ids of tensors that several components have: some ControlNets use embedders and blocks of the transformer. They
+    stay on the device, since a block belongs to one component.
+    """
+    every = [*selection.streamed.values(), *selection.placed.values()]
+    counts = Counter(id(owned.tensor) for module in every for owned in owned_tensors(module))
+    return {identity for identity, count in counts.items() if count > 1}
 
 
 def plan_distributed_layerwise_offload(

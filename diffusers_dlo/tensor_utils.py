@@ -6,7 +6,7 @@ placeholder that stands in for them, and re-pointing. Must not know of slots, ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,14 +71,15 @@ def owned_tensors(module: nn.Module) -> list[OwnedTensor]:
 
 
 def partition_tensors(
-    module: nn.Module, units: Sequence[Sequence[nn.Module]]
+    module: nn.Module, units: Sequence[Sequence[nn.Module]], elsewhere: Collection[int] = ()
 ) -> tuple[list[list[OwnedTensor]], list[OwnedTensor]]:
     """
     Splits the tensors of `module` into those that are managed, for each of `units` (a block, or leaves that share a
     weight), and those that stay on the device. What two units share, or a unit and the rest, stays: be it a tensor,
-    its memory or a whole module. So does a tensor of a single element (an expanded placeholder could be written to),
-    one whose bytes are not its value (overlapping, with gaps, lazily conjugated or negated), an adapter's, and a small
-    buffer: forward may write to it in ways that leave no trace (batch norm does).
+    its memory or a whole module. So does what is used `elsewhere`, in another component (ids of tensors), a tensor of
+    a single element (an expanded placeholder could be written to), one whose bytes are not its value (overlapping,
+    with gaps, lazily conjugated or negated), an adapter's, and a small buffer: forward may write to it in ways that
+    leave no trace (batch norm does).
     """
     homes = _homes(module, units)
     adapters = _adapter_modules(module)
@@ -96,6 +97,7 @@ def partition_tensors(
             and is_dense(tensor)
             and not (tensor.is_conj() or tensor.is_neg())
             and id(tensor) not in aliased
+            and id(tensor) not in elsewhere
             and (owned.owners[0].kind == "parameter" or tensor.numel() * tensor.element_size() > SMALL_BUFFER_NBYTES)
             and not any(id(owner.module) in adapters for owner in owned.owners)
         )

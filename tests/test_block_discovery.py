@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, FluxControlNetModel, UNet2DConditionModel
+from diffusers import AutoencoderKL, FluxControlNetModel, ModelMixin, UNet2DConditionModel
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -32,7 +32,12 @@ BLOCKS = {
     "sd3": ["transformer_blocks.0", "transformer_blocks.1"],
     "qwenimage": ["transformer_blocks.0", "transformer_blocks.1"],
     "ltx": ["transformer_blocks.0", "transformer_blocks.1"],
-    "hunyuanvideo": ["transformer_blocks.0", "transformer_blocks.1", "single_transformer_blocks.0"],
+    "hunyuanvideo": [
+        "context_embedder.token_refiner.refiner_blocks.0",  # as large as a block here; smaller in real checkpoints
+        "transformer_blocks.0",
+        "transformer_blocks.1",
+        "single_transformer_blocks.0",
+    ],
     "cogvideox": ["transformer_blocks.0", "transformer_blocks.1"],
     "minimaxh3": ["token_refiner.refiner_blocks.0", "transformer_blocks.0", "transformer_blocks.1"],
     "t5": ["encoder.block.0", "encoder.block.1"],
@@ -101,6 +106,65 @@ class Chained(nn.Module):
         )
 
 
+class Stage(nn.Module):
+    """As in a UNet: a list of attentions, each with a list of blocks, and a list of other layers beside it."""
+
+    def __init__(self, width: int, own: int = 0) -> None:
+        super().__init__()
+        self.attentions = nn.ModuleList(Attention() for _ in range(2))
+        self.resnets = nn.ModuleList(Resnet(16, width) for _ in range(2))
+        self.own = nn.Linear(16, own) if own else None
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(16, 24)])
+
+
+class Resnet(Block):
+    """Of another class than a block."""
+
+
+class Plain(nn.Module):
+    """A stage without blocks, only other layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(Resnet(16, width) for _ in range(2))
+
+
+class Net(nn.Module):
+    """A UNet that declares its blocks alone."""
+
+    _repeated_blocks = ["Block"]
+
+    def __init__(self, own: int = 0) -> None:
+        super().__init__()
+        self.downs = nn.ModuleList([Stage(24, own), Plain(32)])
+        self.tiny = nn.ModuleList([nn.Linear(16, 4)])
+
+
+class StageNet(Net):
+    """One that declares its stages too."""
+
+    _no_split_modules = ["Block", "Resnet", "Stage"]
+
+
+class Model(ModelMixin):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(16, 24) for _ in range(2))
+
+
+class Several(nn.Module):
+    """As a multi-ControlNet: a list of models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList(Model() for _ in range(2))
+
+
 # ----------------------------------------------------------------------------------------------------- blocks
 
 
@@ -159,6 +223,92 @@ def test_the_outermost_is_the_block_also_where_the_inner_one_is_declared_first()
             self.second = nn.ModuleList([holder])
 
     assert names_of(Outer()) == ["second.0"]
+
+
+ATTENTIONS = ["downs.0.attentions.0.blocks.0", "downs.0.attentions.1.blocks.0"]
+RESNETS = ["downs.0.resnets.0", "downs.0.resnets.1"]
+PLAIN = ["downs.1.resnets.0", "downs.1.resnets.1"]
+
+
+def test_members_beside_the_declared_ones_stream_if_they_are_as_large() -> None:
+    """A slot holds what is declared; of the rest, a stage that needs a larger one gives its layers."""
+    assert nbytes(Net().downs[1]) > nbytes(Block(16, 24)) <= nbytes(Resnet(16, 24))
+    assert sorted(names_of(Net())) == sorted([*ATTENTIONS, *RESNETS, *PLAIN])
+    small = Net()
+    small.downs[0] = Stage(16)
+    assert nbytes(Resnet(16, 16)) < nbytes(Block(16, 24))
+    assert sorted(names_of(small)) == sorted([*ATTENTIONS, *PLAIN])
+    small.downs[1] = Plain(16)
+    assert nbytes(small.downs[1]) > nbytes(Block(16, 24)), "a slot for it would be larger"
+    assert sorted(names_of(small)) == sorted([*ATTENTIONS, *PLAIN])
+    small.downs[1] = Plain(11)
+    assert nbytes(small.downs[1]) <= nbytes(Block(16, 24))
+    assert sorted(names_of(small)) == ATTENTIONS
+    small.downs[0].attentions[1].blocks[0] = Block(16, 20)
+    assert sorted(names_of(small)) == sorted([*ATTENTIONS, "downs.1"])
+
+
+def test_a_declared_stage_that_consists_of_blocks_is_none() -> None:
+    assert sorted(names_of(StageNet())) == sorted([*ATTENTIONS, *RESNETS, *PLAIN])
+    inner = sum(nbytes(Block(16, 24)) for _ in range(4))
+    own = inner // nbytes(nn.Linear(16, 1))
+    assert sorted(names_of(StageNet(own + 1))) == sorted(["downs.0", *PLAIN]), "most of it is its own"
+
+
+def test_blocks_of_all_kinds_are_in_order_of_registration() -> None:
+    model = Net()
+    order = [name for name, _ in model.named_modules()]
+    lists = {name: order.index(name.rpartition(".")[0]) for name in names_of(model)}
+    assert list(lists.values()) == sorted(lists.values()) and len(set(lists.values())) == 4
+
+
+def test_models_in_a_list_are_no_blocks() -> None:
+    inside = [f"nets.{net}.layers.{layer}" for net in range(2) for layer in range(2)]
+    assert names_of(Several()) == inside
+    assert names_of(Several(), ["nets"]) == ["nets.0", "nets.1"], "who names the list wants it"
+
+
+class WithEncoder(Repeats):
+    """As Wan-Animate: an encoder in the model has layers that are unsplittable, and not what the model repeats."""
+
+    _no_split_modules = ["Block", "Linear"]
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(16, width) for _ in range(3))
+
+
+def test_small_layers_that_are_not_repeated_stay() -> None:
+    block, layers = ["layers.0", "layers.1"], ["adapters.0", "adapters.1"]
+    encoder = ["encoder.0", "encoder.1", "encoder.2"]
+    sizes = [nbytes(Block(16, 24)), 2 * nbytes(nn.Linear(16, 16))]
+    assert sizes[1] + 3 * nbytes(nn.Linear(16, 5)) < sizes[0] <= sizes[1] + 3 * nbytes(nn.Linear(16, 6))
+    assert names_of(WithEncoder(5)) == block
+    assert names_of(WithEncoder(6)) == [*layers, *block, *encoder]
+    assert names_of(WithEncoder(5), ["encoder", "layers"]) == [*encoder, *block], "who names the list wants it"
+
+
+class ByKey(Repeats):
+    """Layers between those of the list, in a dictionary that has some of their numbers; another is of embedders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = nn.ModuleDict({"1": Block(16, 8), "3": Block(16, 40)})
+        self.embedders = nn.ModuleDict({"text": nn.Linear(16, 16)})
+
+
+def test_members_of_a_dictionary_stream_where_their_class_is_declared() -> None:
+    assert names_of(ByKey()) == ["layers.0", "layers.1", "between.1", "between.3"]
+    assert names_of(ByKey(), ["embedders", "between"]) == ["embedders.text", "between.1", "between.3"]
+    model = Mixed()
+    model.by_key = nn.ModuleDict({"a": Block(16, 8)})
+    assert names_of(model) == ["adapters.0", "adapters.1", "layers.0", "layers.1"], "nothing is declared"
+
+
+def test_a_dictionary_in_a_list_is_no_block() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"attn": Block(16, 8), "ff": nn.Linear(16, 16)}) for _ in range(2))
+    assert names_of(model) == ["layers.0.attn", "layers.0.ff", "layers.1.attn", "layers.1.ff"]
 
 
 def test_a_repeated_module_is_one_block() -> None:

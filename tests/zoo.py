@@ -537,13 +537,14 @@ TEXT_ENCODERS: dict[str, Tiny] = {
 # --------------------------------------------------------------------------------------------------------------- tools
 
 
-def build(name: str, num_blocks: int = 2, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    """Build a model of either registry with random weights that all matter, wholly in `dtype`.
+def build(which: str | Tiny, num_blocks: int = 2, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """Build a model, or that name of either registry, with random weights that all matter, wholly in `dtype`.
 
     `_keep_in_fp32_modules` plays no part here: load a saved copy with `from_pretrained(torch_dtype=...)` for that.
     """
     torch.manual_seed(seed)
-    model = (MODELS.get(name) or TEXT_ENCODERS[name]).build(num_blocks)
+    tiny = which if isinstance(which, Tiny) else MODELS.get(which) or TEXT_ENCODERS[which]
+    model = tiny.build(num_blocks)
     with torch.no_grad():
         for param in model.parameters():
             # A norm or bias at its initial value is the same in every block, so swapping two blocks' copies, or

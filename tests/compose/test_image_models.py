@@ -49,7 +49,7 @@ STACKS = {
     "GlmImageTransformer2DModel": ("transformer_blocks",),
     "HiDreamImageTransformer2DModel": ("double_stream_blocks", "single_stream_blocks", "caption_projection"),
     "HunyuanDiT2DModel": ("blocks",),
-    "HunyuanImageTransformer2DModel": PAIR,
+    "HunyuanImageTransformer2DModel": ("context_embedder.token_refiner.refiner_blocks", *PAIR),
     "Ideogram4Transformer2DModel": ("layers",),
     "JoyImageEditPlusTransformer3DModel": ("double_blocks",),
     "JoyImageEditTransformer3DModel": ("double_blocks",),
