@@ -136,8 +136,9 @@ CACHES = {
         Cache("text_kv", "nucleus", lambda clock, rank: TextKVCacheConfig(), blocks=False),
         Cache(
             "layer_skip",
-            "flux",
+            "cogvideox",
             lambda clock, rank: LayerSkipConfig(indices=[1 + rank], fqn="transformer_blocks"),
+            contexts=("cond",),
             apply=apply_layer_skip,
             remove=_remove_layer_skip,
         ),
@@ -191,6 +192,7 @@ class Denoising:
 
     cache: Cache
     rank: int = 0
+    pattern: tuple[int, ...] | None = None
     clock: Clock = field(default_factory=Clock)
     _texts: dict[str, Any] = field(default_factory=dict)
     _inputs: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
@@ -198,7 +200,7 @@ class Denoising:
     @property
     def seeds(self) -> tuple[int, ...]:
         """One for each step."""
-        return SEEDS[self.rank]
+        return self.pattern or SEEDS[self.rank]
 
     def config(self) -> Any:
         """A new configuration of the cache."""

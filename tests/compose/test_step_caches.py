@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from diffusers import FluxPipeline
 from diffusers.hooks import (
     FirstBlockCacheConfig,
     HookRegistry,
@@ -21,7 +23,7 @@ from torch import nn
 
 from diffusers_dlo import OffloadHandle, apply_distributed_layerwise_offload
 from diffusers_dlo.marker import MARKER
-from tests.compose.cached_models import CACHES, Cache, Counted, Denoising, make
+from tests.compose.cached_models import CACHES, Counted, Denoising, make
 from tests.ranks import run_ranks
 
 
@@ -114,7 +116,7 @@ def _every_cache(rank: int, size: int) -> list[int]:
 def test_two_ranks_that_skip_differently() -> None:
     skipped = run_ranks(2, _every_cache)
     differing = [name for name, a, b in zip(CACHES, *skipped) if a != b]
-    assert {"mag", "sea", "sea_stack", "taylorseer_lite"} <= set(differing)
+    assert {"mag", "sea", "sea_stack"} <= set(differing)
 
 
 # What is transferred
@@ -125,32 +127,36 @@ def test_two_ranks_that_skip_differently() -> None:
 def test_skipped_blocks_are_not_copied(name: str, num_slots: int) -> None:
     if name not in CACHES:
         pytest.skip("cache-dit is not installed")
-    cache = CACHES[name]
-    denoising = Denoising(replace(cache, contexts=("cond",)))
+    cache = replace(CACHES[name], contexts=("cond",), num_blocks=4)
+    denoising = Denoising(cache, pattern=(0, 0, 0, 0, 1, 1, 1))
     reference, model = make(cache), make(cache)
     handle = enable(model, transfer="local", num_slots=num_slots)
     counts = Counted(reference, blocks_of(reference, handle))
-    denoising.cache.apply(reference, denoising.config())
-    denoising.cache.apply(model, denoising.config())
-    whole = sum(layout.nbytes for layout in handle.plan.blocks)
-    largest = max(layout.nbytes for layout in handle.plan.blocks)
-    moved, computed = [], []
-    for step in range(len(denoising.seeds)):
-        counts.blocks = 0
-        before, expected = handle.report().h2d_bytes, denoising.step(reference, step)
-        assert_equal(denoising.step(model, step), expected, f"step {step}")
-        moved.append(handle.report().h2d_bytes - before)
-        computed.append(counts.blocks)
+
+    def step(number: int) -> tuple[int, int]:
+        """Bytes that a step moves, and how many blocks the model without offload computes in it."""
+        counts.blocks, moved = 0, handle.report().h2d_bytes
+        assert_equal(denoising.step(model, number), denoising.step(reference, number), f"step {number}")
+        return handle.report().h2d_bytes - moved, counts.blocks
+
+    step(0)
+    lap, every = step(0)
+    cache.apply(reference, denoising.config())
+    cache.apply(model, denoising.config())
+    moved, computed = zip(*(step(number) for number in range(len(denoising.seeds))))
+    slot = handle.report().device_slot_bytes // num_slots
     handle.remove()
-    every = max(computed)
-    full = [step for step in range(1, len(moved)) if computed[step] == every]
-    runs = [step for step in range(2, len(moved)) if max(computed[step - 1], computed[step]) < every]
-    assert full and runs, f"computed {computed}"
-    # What comes first is in the slots already. A first skipped step was not expected, and may fetch ahead once.
-    assert [moved[step] for step in runs] == [0] * len(runs)
-    firsts = [step for step in range(1, len(moved)) if computed[step] < every == computed[step - 1]]
-    assert all(moved[step] <= (0 if name != "first_block_video" else (num_slots + 1) * largest) for step in firsts)
-    assert all(moved[step] <= whole for step in full) and sum(moved[step] for step in full) > 0
+    cache.remove(reference)
+    full = [number for number, count in enumerate(computed) if count == every]
+    first = [number for number in range(1, 7) if computed[number] < every == computed[number - 1]]
+    later = [number for number in range(1, 7) if max(computed[number - 1], computed[number]) < every]
+    assert lap > every * slot / 2 and len(full) > 1 and first and later, f"computed {computed}"
+    # What comes first is in the slots when a step begins. Where a cache computes more than the first block, the first
+    # step that skips has fetched ahead of its last one before that is known.
+    spare = 3 * slot if name in ("first_block_video", "cache_dit") else 0
+    assert all(moved[number] == 0 for number in later)
+    assert all(moved[number] <= spare for number in first)
+    assert all(lap <= moved[number] <= lap + spare for number in full)
 
 
 def _lap_bytes(rank: int, size: int) -> list[tuple[int, int, int, int]]:
@@ -204,8 +210,11 @@ def test_laps_run_in_full_while_blocks_are_skipped() -> None:
     (first, lockstep, residents), (second, other_lockstep, other_residents) = run_ranks(2, _two_ranks)
     skipping, full = first[1], first[2]
     assert skipping[3] > 0 == full[3], "the second step is skipped but for its first block, the third is not"
-    assert skipping[:3] == full[:3] and full[0] == 1 and min(full[1:3]) > 0
-    assert second[2][:3] == full[:3]
+    assert second == first and skipping[0] == full[0] == 1
+    lap = full[2]  # on two ranks, half of each block is copied, and the other half gathered
+    assert lap > 0 and skipping[2] == lap
+    # A step whose lap is complete copies the next block ahead, which the next step then does not.
+    assert skipping[1] + full[1] == 2 * lap and skipping[1] > lap / 2
     assert lockstep[0] == other_lockstep[0] == 7 and lockstep[1] == 0 == other_lockstep[1]
     assert min(residents + other_residents) > 0 and residents != other_residents
 
@@ -219,7 +228,7 @@ def test_the_report_shows_skipped_blocks_and_a_skipping_forward_teaches_no_order
     handle = enable(model, transfer="local")  # in the middle of a run: the first forward skips
     assert_equal(denoising.step(model, 1), denoising.step(reference, 1), "skipped")
     assert handle.report().skipped_blocks == 3
-    assert " skipped blocks        3" in str(handle.report())
+    assert re.search(r"\n skipped blocks +3\n", str(handle.report()))
     component = handle._parts[0].component
     assert component.proposal is None and not component.settled
     for step in (2, 3):
@@ -281,7 +290,7 @@ def test_whatever_else_is_on_a_block_finds_its_weights(change: Callable[[nn.Modu
 
 def test_chains_stay_intact_whatever_is_removed_first() -> None:
     """Also where diffusers itself leaves out a hook: one over another that was removed."""
-    denoising = Denoising(CACHES["first_block"])
+    denoising = Denoising(replace(CACHES["first_block"], model="cogvideox", contexts=("cond",)))
     reference, model = make(denoising.cache), make(denoising.cache)
     handle = enable(model, transfer="local")
     skip = LayerSkipConfig(indices=[1], fqn="transformer_blocks")
@@ -298,7 +307,7 @@ def test_chains_stay_intact_whatever_is_removed_first() -> None:
     assert_equal(denoising.run(model), denoising.run(reference), "put on again, over the other")
     handle.remove()
     assert_equal(denoising.run(model), denoising.run(reference), "disabled")
-    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+    for block in model.transformer_blocks:
         registry = block._diffusers_hook
         for name, reference_of in zip(registry._hook_order, registry._fn_refs):
             assert registry.hooks[name].fn_ref is reference_of
@@ -329,6 +338,28 @@ def test_a_cache_on_the_root_outlives_the_offload(name: str, by_marker: bool) ->
     assert_equal(denoising.step(model, 0), denoising.step(reference, 0), "without it")
 
 
+def test_two_calls_of_a_pipeline() -> None:
+    """A pipeline resets its caches at the end of a call; the offload stays."""
+    denoising = Denoising(replace(CACHES["first_block"], contexts=("cond",)))
+    pipes = []
+    for _ in range(2):
+        model = make(denoising.cache)
+        others = ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+        pipes.append(FluxPipeline(transformer=model, **dict.fromkeys(others)))
+    reference, pipe = pipes
+    handle = pipe.enable_distributed_layerwise_offload(transfer="local")
+    outputs = []
+    for each in pipes:
+        denoising.cache.apply(each.transformer, denoising.config())
+        outputs.append([])
+        for _ in range(2):
+            outputs[-1] += denoising.run(each.transformer)
+            each.maybe_free_model_hooks()
+    assert_equal(outputs[1], outputs[0], "two calls")
+    assert handle.report().skipped_blocks == 2 * 4 * 3
+    pipe.disable_distributed_layerwise_offload()
+
+
 def test_an_exception_in_a_block_that_a_hook_decided_about() -> None:
     denoising = Denoising(CACHES["mag"])
     reference, model = make(denoising.cache), make(denoising.cache)
@@ -351,33 +382,27 @@ def test_an_exception_in_a_block_that_a_hook_decided_about() -> None:
     handle.remove()
 
 
-def test_compiled_blocks_are_acquired_for_their_whole_call() -> None:
-    """With a stand-in in its graph, a block that skips would not compile with fullgraph, which it does without us."""
-    denoising = Denoising(replace(CACHES["layer_skip"], contexts=("cond",)))
-    reference, model = make(denoising.cache), make(denoising.cache)
+@pytest.mark.parametrize("name", ("layer_skip", "first_block"))
+def test_compiled_blocks_are_acquired_for_their_whole_call(name: str) -> None:
+    """
+    With a stand-in in its graph, a block that skips itself would not compile with fullgraph, which it does without us.
+    """
+    cache = replace(CACHES[name], model="wan", contexts=("cond",), num_blocks=2)
+    if name == "layer_skip":
+        cache = replace(cache, config=lambda clock, rank: LayerSkipConfig(indices=[1], fqn="blocks"))
+    denoising = Denoising(cache)
+    reference, model = make(cache), make(cache)
     handle = enable(model, transfer="local")
     for each in (reference, model):
-        denoising.cache.apply(each, denoising.config())
-    assert_equal(denoising.step(model, 0), denoising.step(reference, 0), "not compiled")
+        cache.apply(each, denoising.config())
+    for step in (0, 1):
+        assert_equal(denoising.step(model, step), denoising.step(reference, step), "not compiled")
     skipped = handle.report().skipped_blocks
+    assert skipped > 0
     for each in (reference, model):
-        each.compile_repeated_blocks(backend="eager", fullgraph=True)
-    for step in (1, 2):
+        each.compile_repeated_blocks(backend="eager", fullgraph=name == "layer_skip")
+    for step in (2, 3, 4):
         assert_equal(denoising.step(model, step), denoising.step(reference, step), f"step {step}")
-    assert skipped == 1 == handle.report().skipped_blocks
-    handle.remove()
-    torch._dynamo.reset()
-
-
-def test_first_block_cache_on_compiled_blocks() -> None:
-    denoising = Denoising(replace(CACHES["first_block"], contexts=("cond",)))
-    reference, model = make(denoising.cache), make(denoising.cache)
-    for each in (reference, model):
-        denoising.cache.apply(each, denoising.config())
-    handle = enable(model, transfer="local")
-    for each in (reference, model):
-        each.compile_repeated_blocks(backend="eager")
-    for step in range(3):
-        assert_equal(denoising.step(model, step), denoising.step(reference, step), f"step {step}")
+    assert handle.report().skipped_blocks == skipped
     handle.remove()
     torch._dynamo.reset()
