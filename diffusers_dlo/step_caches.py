@@ -76,16 +76,25 @@ class ComputedInside:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.reference, name)
 
+    # Not disabled as a whole: where a model is compiled around its blocks, these compute compiled.
     @torch.compiler.disable(recursive=False)
     def original_forward(self, *args: Any, **kwargs: Any) -> Any:
         """What lies under the hook."""
-        self.begin(args, kwargs)
+        self._enter(args, kwargs)
         output = replaced = None
         try:
             output = self.reference.original_forward(*args, **kwargs)
         finally:
-            replaced = self._end(output)
+            replaced = self._leave(output)
         return output if replaced is None else replaced
+
+    @torch.compiler.disable
+    def _enter(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.begin(args, kwargs)
+
+    @torch.compiler.disable
+    def _leave(self, output: Any) -> Any:
+        return self._end(output)
 
 
 def acquire_inside(

@@ -46,7 +46,7 @@ class Cache:
     model: str
     config: Callable[[Clock, int], Any]
     blocks: bool = True
-    contexts: Sequence[str] = ("cond", "uncond")
+    contexts: Sequence[str] = ("cond",)
     num_blocks: int = 3
     apply: Callable[[nn.Module, Any], None] = lambda model, config: model.enable_cache(config)
     remove: Callable[[nn.Module], None] = lambda model: model.disable_cache()
@@ -119,26 +119,27 @@ def _remove_cache_dit(model: nn.Module) -> None:
     cache_dit.disable_cache(model)
 
 
+_GUIDED = ("cond", "uncond")
+
 CACHES = {
     cache.name: cache
     for cache in (
-        Cache("first_block", "flux", lambda clock, rank: FirstBlockCacheConfig(threshold=0.05 + rank / 100)),
+        Cache("first_block", "flux", lambda clock, rank: FirstBlockCacheConfig(threshold=0.05), contexts=_GUIDED),
         Cache("first_block_video", "hunyuanvideo", lambda clock, rank: FirstBlockCacheConfig(threshold=0.05)),
-        Cache("mag", "flux", _mag),
-        Cache("sea", "wan", _sea),
+        Cache("mag", "flux", _mag, contexts=_GUIDED),
+        Cache("sea", "wan", _sea, contexts=_GUIDED),
         Cache(
             "sea_stack", "cosmos3", lambda clock, rank: SeaCacheConfig(threshold=5.0, max_consecutive_cached=2 - rank)
         ),
         Cache("taylorseer_lite", "flux", _lite),
         Cache("taylorseer", "flux", _attention_seer, blocks=False),
-        Cache("pyramid", "cogvideox", _pab, blocks=False, contexts=("cond",)),
-        Cache("faster", "cogvideox", _faster, blocks=False, contexts=("cond",)),
-        Cache("text_kv", "nucleus", lambda clock, rank: TextKVCacheConfig(), blocks=False),
+        Cache("pyramid", "cogvideox", _pab, blocks=False),
+        Cache("faster", "cogvideox", _faster, blocks=False),
+        Cache("text_kv", "nucleus", lambda clock, rank: TextKVCacheConfig(), blocks=False, contexts=_GUIDED),
         Cache(
             "layer_skip",
             "cogvideox",
             lambda clock, rank: LayerSkipConfig(indices=[1 + rank], fqn="transformer_blocks"),
-            contexts=("cond",),
             apply=apply_layer_skip,
             remove=_remove_layer_skip,
         ),

@@ -122,8 +122,10 @@ def test_two_ranks_that_skip_differently() -> None:
 # What is transferred
 
 
-@pytest.mark.parametrize("num_slots", (2, 3))
-@pytest.mark.parametrize("name", ("first_block", "first_block_video", "mag", "sea_stack", "cache_dit"))
+@pytest.mark.parametrize(
+    ("name", "num_slots"),
+    [("first_block", 2), ("first_block_video", 2), ("first_block_video", 3), ("sea_stack", 2), ("cache_dit", 3)],
+)
 def test_skipped_blocks_are_not_copied(name: str, num_slots: int) -> None:
     if name not in CACHES:
         pytest.skip("cache-dit is not installed")
@@ -401,7 +403,7 @@ def test_compiled_blocks_are_acquired_for_their_whole_call(name: str) -> None:
     assert skipped > 0
     for each in (reference, model):
         each.compile_repeated_blocks(backend="eager", fullgraph=name == "layer_skip")
-    for step in (2, 3, 4):
+    for step in (2, 3):
         assert_equal(denoising.step(model, step), denoising.step(reference, step), f"step {step}")
     assert handle.report().skipped_blocks == skipped
     handle.remove()
