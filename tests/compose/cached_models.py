@@ -24,6 +24,7 @@ from diffusers.hooks import (
 )
 from torch import nn
 
+from diffusers_dlo import OffloadHandle, apply_distributed_layerwise_offload
 from tests.zoo import MODELS, build, flat
 
 
@@ -249,3 +250,15 @@ class Counted:
     def _count_block(self, *_: object) -> None:
         self.linears += 1
         self.blocks += 1
+
+
+def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
+    """The same bits, and no NaN."""
+    assert len(got) == len(expected)
+    for index, (a, b) in enumerate(zip(got, expected)):
+        assert torch.equal(a, b) and not torch.isnan(a).any(), f"{what}: output {index} differs"
+
+
+def enable(model: nn.Module, **options: Any) -> OffloadHandle:
+    """Puts it under offload."""
+    return apply_distributed_layerwise_offload(model, **options)
