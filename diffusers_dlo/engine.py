@@ -173,6 +173,14 @@ class Engine:
         finally:
             self._close(component)
 
+    def offer(self, unit: Unit) -> bool:
+        """A unit is called, and a step cache may leave it out: whether that needs no acquire then."""
+        if unit.layout.is_leaf:
+            return True
+        component = self._components[unit.component]
+        component.called.add(unit.index)
+        return not self.lanes.of(component).in_lockstep
+
     def acquire(self, unit: Unit) -> None:
         """Makes a unit's tensors readable on the current stream."""
         if self._thread is not None:

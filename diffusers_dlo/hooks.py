@@ -2,7 +2,7 @@
 """
 Owns the forward hooks that drive the engine: on blocks, on leaves, on a component's root, and on submodules of a block
 that are called outside its turn. Torch forward hooks and not diffusers' registry, which does not run them when forward
-raises and breaks `fullgraph` compilation; the registry carries an inert marker, so that diffusers' own tools see us.
+raises and breaks `fullgraph` compilation; the registry carries an inert marker (`marker.py`).
 Must not hold weights, nor decide what is fetched.
 """
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.utils import logging
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -34,36 +34,15 @@ from .engine import Engine
 from .guards import PlaceholderGuard
 from .interrupts import interrupts
 from .loader_guards import adapter_configs, refuse_adapters_of_placeholders, same_objects
+from .marker import put_marker, remove_marker
 from .outputs import own_output
+from .step_caches import acquire_inside, give_back_references, has_hooks, is_acquired_inside
 from .tensor_utils import iter_tensors
 from .units import Component, Unit
 from .validation import refuse_foreign_hooks
 
 
 logger = logging.get_logger(__name__)
-
-MARKER = "distributed_layerwise_offload"
-
-
-class DistributedLayerwiseOffloadHook(ModelHook):
-    """
-    An inert entry in a model's `HookRegistry`: it shows in its `repr`, and removing it (`remove_hook(MARKER)`)
-    disables the offload. Weights are moved by forward hooks, never here.
-    """
-
-    def __init__(self, on_removal: Callable[[], None]) -> None:
-        super().__init__()
-        self.leaving = False
-        self.wrapper: Callable | None = None
-        "What the registry made the model's forward when it took this in."
-        self._on_removal = on_removal
-
-    def deinitalize_hook(self, module: nn.Module) -> nn.Module:
-        """What diffusers calls when the hook is removed: by its own tools, unless we are `leaving` ourselves."""
-        if not self.leaving:
-            self.leaving = True
-            self._on_removal()
-        return module
 
 
 class ComponentHooks:
@@ -119,9 +98,7 @@ class ComponentHooks:
         self._find_entries = [weakref.ref(entry) for entry in entries]
         for entry in entries:
             self._attach_entry(entry)
-        marker = DistributedLayerwiseOffloadHook(on_removal)
-        HookRegistry.check_if_exists_or_initialize(root).register_hook(marker, MARKER)
-        marker.wrapper = root.forward
+        put_marker(root, on_removal)
 
     def remove(self) -> None:
         """Takes every hook off; real weights are put back by the caller. Idempotent."""
@@ -130,51 +107,62 @@ class ComponentHooks:
             self._handles.pop().remove()
         root = self._find_root()
         if root is not None:
-            _remove_marker(root)
+            give_back_references(root)
+            remove_marker(root)
 
     def _attach(self, module: nn.Module, unit: Unit) -> None:
-        engine = self._engine
-        device_type = engine.platform.device.type
+        engine, begin, end = self._engine, partial(self._begin, unit), partial(self._end, unit)
 
         # Disabled *directly*, which is what lets torch.compile(fullgraph=True) step around them without a break.
         @torch.compiler.disable(reason=WHY_DISABLED)
         def pre(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            refuse_tracing(unit.component)
-            timing = engine.timing
-            if timing is not None:
-                timing.hook_begins()
-            if torch.is_grad_enabled():
-                managed = (tensor.born for tensor in unit.tensors)
-                _refuse_grad(unit, any(t.requires_grad for t in (*managed, *iter_tensors((args, kwargs)))))
-            engine.acquire(unit)
-            if self._first is not None:
-                self._first.suspend(unit)
-            if timing is not None:
-                timing.hook_ends(unit)
+            if not (has_hooks(module) and acquire_inside(module, begin, end, engine.offer(unit))):
+                begin(args, kwargs)
 
         @torch.compiler.disable(reason=WHY_DISABLED)
         def post(module: nn.Module, args: tuple, output: Any) -> Any:
-            timing = engine.timing
-            if timing is not None:
-                timing.hook_begins()
-            if torch.is_autocast_enabled(device_type):
-                torch.clear_autocast_cache()  # it holds a cast copy of every weight
-            try:
-                replaced = own_output(unit, output)
-            finally:
-                engine.release(unit)
-            if self._first is not None:
-                self._first.resume(unit)
-            if torch.is_grad_enabled():  # an adapter in the block may train where its inputs need no gradient
-                _refuse_grad(unit, any(t.requires_grad for t in iter_tensors(output)))
-            if timing is not None:
-                timing.hook_ends(unit)
-            return replaced
+            return None if has_hooks(module) and is_acquired_inside(module) else end(output)
 
         self._handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
         # always_call: a block that raises is released too.
         self._handles.append(module.register_forward_hook(post, always_call=True))
         self._hooked.add(id(module))
+
+    def _begin(self, unit: Unit, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A unit is about to compute."""
+        refuse_tracing(unit.component)
+        engine = self._engine
+        timing = engine.timing
+        if timing is not None:
+            timing.hook_begins()
+        if torch.is_grad_enabled():
+            managed = (tensor.born for tensor in unit.tensors)
+            _refuse_grad(unit, any(t.requires_grad for t in (*managed, *iter_tensors((args, kwargs)))))
+        engine.acquire(unit)
+        if self._first is not None:
+            self._first.suspend(unit)
+        if timing is not None:
+            timing.hook_ends(unit)
+
+    def _end(self, unit: Unit, output: Any) -> Any:
+        """It has computed `output`, or raised. Another output to return in its place, or None."""
+        engine = self._engine
+        timing = engine.timing
+        if timing is not None:
+            timing.hook_begins()
+        if torch.is_autocast_enabled(engine.platform.device.type):
+            torch.clear_autocast_cache()  # it holds a cast copy of every weight
+        try:
+            replaced = own_output(unit, output)
+        finally:
+            engine.release(unit)
+        if self._first is not None:
+            self._first.resume(unit)
+        if torch.is_grad_enabled():  # an adapter in the block may train where its inputs need no gradient
+            _refuse_grad(unit, any(t.requires_grad for t in iter_tensors(output)))
+        if timing is not None:
+            timing.hook_ends(unit)
+        return replaced
 
     def _attach_entry(self, module: nn.Module) -> None:
         """
@@ -370,36 +358,3 @@ def _entries(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
         and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         and (module is root or any(id(m) in wanted for m in module.modules()))
     ]
-
-
-def _remove_marker(root: nn.Module) -> None:
-    """
-    Takes the marker out of the registry. What was put over it since calls what lies under it: a hook of the registry
-    that replaces forward through `original_forward`, and a hook of accelerate through `_old_forward`. The registry
-    mends neither on removal; we do.
-    """
-    registry: HookRegistry | None = getattr(root, "_diffusers_hook", None)
-    if registry is None:
-        return
-    marker = registry.get_hook(MARKER)
-    if not isinstance(marker, DistributedLayerwiseOffloadHook) or marker.leaving:
-        return
-    index = registry._hook_order.index(MARKER)
-    under = registry._fn_refs[index].forward
-    over = registry._fn_refs[index + 1 :][:1]
-    kept = [(ref, ref.forward, ref.original_forward) for ref in over]
-    forward = root.forward
-    is_wrapped = vars(root).get("_old_forward") is marker.wrapper
-    marker.leaving = True
-    registry.remove_hook(MARKER, recurse=False)
-    if is_wrapped:
-        root._old_forward, root.forward = under, forward
-    for ref, replaced, original in kept:
-        if is_wrapped:
-            ref.forward = replaced
-        elif original is not None:
-            ref.forward, ref.original_forward = replaced, under
-    if not registry.hooks:  # the registry leaves the class's own method on the instance, and itself
-        if getattr(vars(root).get("forward"), "__func__", None) is type(root).forward:
-            del root.forward
-        del root._diffusers_hook

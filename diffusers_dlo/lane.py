@@ -133,6 +133,11 @@ class Lane:
         return all(component.plan.transient for component in self.components.values())
 
     @property
+    def in_lockstep(self) -> bool:
+        """Whether all ranks have to do the same passes, whatever their models leave out."""
+        return False
+
+    @property
     def device_nbytes(self) -> int:
         """Device bytes of the slots that exist now."""
         return self.ring.nbytes if self.ring is not None else 0
@@ -175,7 +180,7 @@ class Lane:
     def enter(self, component: Component) -> None:
         """A forward of the component begins."""
         self._let_go(component.blocks)
-        component.trace = {}
+        component.begin_forward()
         if self.ring is None:
             self._fit_ring()
 
@@ -215,6 +220,7 @@ class Lane:
         self._let_go(component.blocks)
         if complete:
             component.propose()
+            self.counters.skipped_blocks += component.end_forward()
         if self.transient:
             self._drop_ring()
             return

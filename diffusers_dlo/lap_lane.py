@@ -78,6 +78,10 @@ class LapLane(Lane):
     def driving(self) -> AbstractContextManager[Any]:
         return self.service.turn.driving() if self.service is not None else super().driving()
 
+    @property
+    def in_lockstep(self) -> bool:
+        return self.service is not None and self.service.turn.options.uneven == "error"
+
     # Membership
 
     def add_staging(self, allocation: Allocation) -> None:

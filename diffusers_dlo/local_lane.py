@@ -1,6 +1,11 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
 Owns what is fetched next where each rank copies whole blocks for itself. Must not talk to other ranks.
+
+[Note: Expecting skips]
+    A forward is expected to leave out what the last one of its component left out (steps that a cache skips come in
+    runs), until it computes some of that: then it is expected to compute all. So a run of skipped steps fetches
+    nothing ahead that it does not need, and the first full step after it waits for one block at most.
 """
 
 from __future__ import annotations
@@ -29,7 +34,9 @@ class LocalLane(Lane):
 
     def _fetch_ahead(self, component: Component, block: Unit) -> None:
         assert self.ring is not None
-        order = component.order
+        if block.index in component.skipped:
+            component.skipped = frozenset()
+        order = component.expected_order
         position = order.index(block.index)
         free = len(self.ring.slots) - (block.home is None)
         for ahead in range(1, len(order)):
@@ -61,7 +68,8 @@ class LocalLane(Lane):
             component.store.check()
         except RuntimeError:
             return  # the next forward will say so
-        for index in component.streamed_order[: len(self.ring.slots)]:
+        expected = [index for index in component.expected_order if component.blocks[index].home is None]
+        for index in expected[: len(self.ring.slots)]:
             if self.ring.find(component.name, index) is None:
                 if self.ring.next_slot.holds:
                     return

@@ -40,6 +40,8 @@ class OffloadReport:
         transfer (`str`): how blocks reach the device; several kinds are joined by `+`.
         passes (`int`): passes that this rank computed.
         ghost_passes (`int`): passes in which this rank only transferred, for other ranks.
+        skipped_blocks (`int`): blocks that complete forwards left out of those that earlier ones computed, or that a
+            step cache decided about; summed over the forwards.
         h2d_bytes (`int`): copied from the host to the device for blocks.
         gather_bytes (`int`): received from other ranks by all-gathers.
         on_demand_bytes (`int`): copied to the device for leaves outside blocks.
@@ -63,6 +65,7 @@ class OffloadReport:
     transfer: str
     passes: int
     ghost_passes: int
+    skipped_blocks: int
     h2d_bytes: int
     gather_bytes: int
     on_demand_bytes: int
@@ -165,6 +168,7 @@ def make_report(sources: ReportSources) -> OffloadReport:
         transfer="+".join(sorted(sources.transfers)),
         passes=counters.passes,
         ghost_passes=counters.ghost_passes,
+        skipped_blocks=counters.skipped_blocks,
         h2d_bytes=counters.h2d_nbytes,
         gather_bytes=counters.gather_nbytes,
         on_demand_bytes=counters.on_demand_nbytes,

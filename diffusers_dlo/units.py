@@ -31,6 +31,7 @@ class Counters:
     h2d_nbytes: int = 0
     gather_nbytes: int = 0
     on_demand_nbytes: int = 0
+    skipped_blocks: int = 0
 
     def count_h2d(self, copies: Copies) -> None:
         """Copies from the host were queued."""
@@ -176,9 +177,10 @@ class Watcher(Protocol):
 
 class Component:
     """
-    A streamed component at run time. `order` and `trace` hold indices of its blocks ([Note: Order]). `lane` is the
-    kind of lane it is in: its transfer, or `"pull"`. `companions` are the ranks of the world that compute one forward
-    of it together, if not each computes its own ([Note: Companions]).
+    A streamed component at run time. `order` and `trace` hold indices of its blocks ([Note: Order]), and so do
+    `called` (of those that hooks decide about, what this forward came to) and `skipped` (what the last one left out).
+    `lane` is the kind of lane it is in: its transfer, or `"pull"`. `companions` are the ranks of the world that
+    compute one forward of it together, if not each computes its own ([Note: Companions]).
     """
 
     def __init__(self, name: str, plan: ComponentPlan, blocks: Sequence[Unit], leaves: Sequence[Unit]) -> None:
@@ -192,6 +194,9 @@ class Component:
         self.proposal: tuple[int, ...] | None = None
         self.settled = False
         self.trace: dict[int, None] = {}
+        self.called: set[int] = set()
+        self.skipped: frozenset[int] = frozenset()
+        self._computed: set[int] = set()
         self.staging_nbytes = 0
         self.watcher: Watcher | None = None
         self.companions: tuple[int, ...] = ()
@@ -201,6 +206,13 @@ class Component:
     def streamed_order(self) -> tuple[int, ...]:
         """Its order, without blocks that stay whole, or are going to."""
         return tuple(block for block in self.order if self.blocks[block].home is None)
+
+    @property
+    def expected_order(self) -> tuple[int, ...]:
+        """Its order, without what the last forward left out."""
+        if not self.skipped:
+            return self.order
+        return tuple(block for block in self.order if block not in self.skipped)
 
     @property
     def residency_digest(self) -> int:
@@ -241,9 +253,20 @@ class Component:
         for block in self.blocks:
             block.store.copy_whole(block.key)
 
+    def begin_forward(self) -> None:
+        """Nothing of this forward is known yet."""
+        self.trace = {}
+        self.called = set()
+
+    def end_forward(self) -> int:
+        """How many blocks a complete forward left out, of those that it came to or that earlier ones computed."""
+        self._computed.update(self.trace)
+        self.skipped = frozenset(self._computed | self.called).difference(self.trace)
+        return len(self.skipped)
+
     def propose(self) -> None:
-        """After a complete pass: proposes the order that was seen, once."""
-        if not self.settled and self.trace:
+        """After a complete pass in which no step cache left out a block: proposes the order that was seen, once."""
+        if not self.settled and self.trace and self.called.issubset(self.trace):
             self.proposal = tuple(self.trace)
             self.settled = True
             if self.proposal == self.order:

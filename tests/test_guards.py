@@ -11,7 +11,7 @@ from diffusers.hooks import FirstBlockCacheConfig, HookRegistry, ModelHook
 from diffusers.hooks.group_offloading import apply_group_offloading
 
 from diffusers_dlo import apply_distributed_layerwise_offload, is_distributed_layerwise_offload_enabled
-from diffusers_dlo.hooks import MARKER
+from diffusers_dlo.marker import MARKER
 from tests import toys
 from tests.ranks import run_ranks
 from tests.toys import feed, toy
