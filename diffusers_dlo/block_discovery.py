@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .casts import run_nbytes
-from .tensor_utils import OwnedTensor, partition_tensors
+from .tensor_utils import OwnedTensor, nbytes_of, owned_tensors, partition_tensors
 
 
 _BLOCKS_ATTRIBUTE = "_layerwise_offload_blocks_attrs"
@@ -261,4 +260,4 @@ def _with_ties(leaves: dict[str, nn.Module]) -> list[tuple[str, tuple[nn.Module,
 
 
 def _nbytes(module: nn.Module) -> int:
-    return sum(run_nbytes(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    return nbytes_of(owned_tensors(module))

@@ -8,8 +8,9 @@ weights.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .managed_tensor import ManagedTensor
+from .tensor_utils import of_kind
 from .units import Component, Unit
+from .wrapped_tensor import inner_tensors, is_wrapper, plain_tensors, rewrap
 
 
 _REFUSED_ON_MODEL = {
@@ -29,6 +32,7 @@ _REFUSED_ON_MODEL = {
     "unfuse_lora": "it would change weights that are not on the device. Disable first",
     "enable_group_offload": "both would move the same weights. Use one of them",
     "enable_layerwise_casting": "it would cast weights in the slots. Use one of them",
+    "dequantize": "it would dequantize placeholders. Dequantize before enabling, or disable first",
     "load_state_dict": "it would load into placeholders. Disable first, or load before enabling",
     "__deepcopy__": "the copy would hold placeholders. Disable first",
     "__reduce_ex__": "what is pickled would hold placeholders. Save with save_pretrained, or disable first",
@@ -43,8 +47,14 @@ _REFUSED_ON_PIPELINE = {
 }
 
 
-_RE_POINTING = torch.ops.aten._has_compatible_shallow_copy_type.default
+_RE_POINTING = frozenset({torch.ops.aten._has_compatible_shallow_copy_type.default})
 """What `.data =` dispatches: it reads no value."""
+_SAVING = _RE_POINTING | {torch.ops.aten.detach.default}
+_CONVERTED = "while it is saved, by a class that converts it. Disable the offload first"
+_OUTSIDE = (
+    "outside its block's turn, when its weights are not on the device. Name the ModuleLists that can stream with "
+    "blocks=[...], or leave this component out with components=[...]"
+)
 
 
 class Guards:
@@ -73,21 +83,22 @@ class Guards:
         files = component.store.plan.files
         if files and callable(getattr(root, "save_pretrained", None)):
             self._shadow(root, "save_pretrained", _save_guard(component.name, root, files))
-        owned: dict[int, tuple[nn.Module, list[tuple[str, Unit, int, ManagedTensor]]]] = {}
+        owned: dict[int, tuple[nn.Module, list[ManagedTensor]]] = {}
         for unit in component.units:
-            for index, tensor in enumerate(unit.tensors):
+            for tensor in unit.tensors:
                 for owner in tensor.owners:
-                    entry = owned.setdefault(id(owner.module), (owner.module, []))
-                    entry[1].append((owner.attribute, unit, index, tensor))
+                    owned.setdefault(id(owner.module), (owner.module, []))[1].append(tensor)
         everything = [tensor for unit in component.units for tensor in unit.tensors]
+        serve, saving = _serve_state_dict(component), PlaceholderGuard(component, _SAVING, _CONVERTED)
         self._shadow(root, "_apply", _apply_guard(component.name, root, everything, device, is_root=True))
-        for module, entries in owned.values():
+        for module, tensors in owned.values():
             if module is not root:
-                tensors = [tensor for *_, tensor in entries]
                 self._shadow(module, "_apply", _apply_guard(component.name, module, tensors, device, is_root=False))
                 for name in ("__deepcopy__", "__reduce_ex__"):
                     self._shadow(module, name, _refusal(f"'{component.name}'", name, _REFUSED_ON_MODEL[name]))
-            self._handles.append(module.register_state_dict_post_hook(_serve_state_dict(component.name, entries)))
+            if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+                self._shadow(module, "_save_to_state_dict", _save_guarded(module, saving))
+            self._handles.append(module.register_state_dict_post_hook(serve))
 
     def remove(self) -> None:
         """Takes every guard back. Idempotent."""
@@ -142,8 +153,10 @@ def _apply_guard(
     rest.
     """
     original = type(module)._apply
-    dtypes = sorted({tensor.born.dtype for tensor in tensors}, key=str)
-    managed = {id(tensor.born) for tensor in tensors}
+    held = [tensor.born for tensor in tensors]
+    held += [o.wrapper.current for tensor in tensors for o in tensor.owners if o.wrapper is not None]
+    dtypes = sorted({tensor.dtype for tensor in held}, key=str)
+    managed = {id(tensor) for tensor in held}
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for dtype in dtypes:
@@ -184,43 +197,84 @@ def _save_guard(name: str, root: nn.Module, files: Sequence[str]) -> Callable:
     return save_pretrained
 
 
-def _serve_state_dict(name: str, entries: list[tuple[str, Unit, int, ManagedTensor]]) -> Callable:
+def _placeholders(component: Component) -> dict[int, tuple[Unit, int]]:
+    """What each placeholder of a component stands for, by its storage."""
+    return {
+        tensor.placeholder.untyped_storage()._cdata: (unit, index)
+        for unit in component.units
+        for index, tensor in enumerate(unit.tensors)
+    }
+
+
+def _serve_state_dict(component: Component) -> Callable:
     """
-    A `state_dict` hook that puts in managed tensors from the host store; without a copy, and not to be written to.
+    A `state_dict` hook that puts values from the host store in place of placeholders, under whatever names a module
+    saves them; without a copy, and not to be written to.
     """
+    placeholders = _placeholders(component)
+
+    def find(tensor: torch.Tensor) -> tuple[Unit, int] | None:
+        return placeholders.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
 
     def serve(module: nn.Module, state_dict: dict, prefix: str, local_metadata: Mapping) -> None:
-        for attribute, unit, index, tensor in entries:
-            key = prefix + attribute
-            current = module._parameters.get(attribute, module._buffers.get(attribute))
-            if key not in state_dict or tensor.kept or current is not tensor.born:
+        # What this module and those in it have saved comes last.
+        for key in list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state_dict))):
+            value = state_dict[key]
+            if not isinstance(value, torch.Tensor):
                 continue
-            value = unit.value(index)
-            state_dict[key] = value
+            inner = {
+                path: (tensor, find(tensor)) for path, tensor in (inner_tensors(value) if is_wrapper(value) else ())
+            }
+            if any(found is not None for _, found in inner.values()):
+                cpu = torch.device("cpu")
+                values = {
+                    p: tensor.detach().to(cpu) if at is None else at[0].value(at[1])
+                    for p, (tensor, at) in inner.items()
+                }
+                state_dict[key] = rewrap(value, values)
+            elif not inner:
+                at = find(value)
+                if at is not None:
+                    state_dict[key] = of_kind(value, at[0].value(at[1]))
 
     return serve
+
+
+def _save_guarded(module: nn.Module, guard: PlaceholderGuard) -> Callable:
+    """A `_save_to_state_dict` of a class that has its own: it may save weights, but not compute with them."""
+    original = type(module)._save_to_state_dict
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        with guard:
+            original(module, *args, **kwargs)
+
+    return save
 
 
 class PlaceholderGuard(TorchDispatchMode):
     """
     Raises when an operation reads the placeholder of a managed tensor, naming it. NaNs are no reliable alarm: a
     comparison swallows them, an integer has none.
+
+    Args:
+        allowed (`Collection`): operations that read no value.
+        when (`str`): the end of the message: when it was read, and the way out.
     """
 
-    def __init__(self, component: Component) -> None:
+    def __init__(self, component: Component, allowed: Collection[Any] = _RE_POINTING, when: str = _OUTSIDE) -> None:
         super().__init__()
         self._component = component
-        self._tensors = [tensor for unit in component.units for tensor in unit.tensors]
-        self._storages = {tensor.placeholder.untyped_storage()._cdata: tensor for tensor in self._tensors}
+        self._allowed = allowed
+        self._when = when
+        self._placeholders = _placeholders(component)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)) if func is not _RE_POINTING else ():
-            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
-                found = self._storages.get(leaf.untyped_storage()._cdata)
+        for leaf in tree_leaves((args, kwargs)) if func not in self._allowed else ():
+            if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+                continue
+            for plain in plain_tensors(leaf):
+                found = self._placeholders.get(plain.untyped_storage()._cdata)
                 if found is not None:
-                    raise RuntimeError(
-                        f"'{found.name}' of '{self._component.name}' was read outside its block's turn (by {func}), "
-                        "when its weights are not on the device. Name the ModuleLists that can stream with "
-                        "blocks=[...], or leave this component out with components=[...]."
-                    )
+                    name = found[0].tensors[found[1]].name
+                    raise RuntimeError(f"'{name}' of '{self._component.name}' was read {self._when} ({func}).")
         return func(*args, **(kwargs or {}))

@@ -11,6 +11,7 @@ from torch import nn
 
 from .casts import set_pending_casts
 from .tensor_utils import OwnedTensor, born_on_device, make_offload_placeholder, put, set_tensor_storage
+from .twins import Twins
 
 
 class ManagedTensor:
@@ -29,19 +30,29 @@ class ManagedTensor:
         self.original = owned.tensor
         self.placeholder = make_offload_placeholder(owned.tensor, device)
         self.born = born_on_device(owned.tensor, self.placeholder)
+        self._twins = Twins(owned, self.born, self.placeholder)
         # One that is re-pointed looks ordinary and has no version counter, so it is not to be used again.
         self._is_inference = owned.tensor.is_inference()
         self.kept = False
         "Whether forward wrote to it: its value is this rank's own from then on, and stays on the device."
         self._version = self.born._version
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the parameter whose bytes it carries asks for gradients."""
+        wrappers = (owner.wrapper.current for owner in self.owners if owner.wrapper is not None)
+        return self.born.requires_grad or any(wrapper.requires_grad for wrapper in wrappers)
+
     def insert(self) -> None:
         """Puts the stand-in in the modules."""
         put(self.owners, self.born)
+        self._twins.insert()
 
     def drop_original(self) -> None:
         """Lets go of the original's memory, whose bytes are in a host store now; who kept a reference reads NaN."""
-        set_tensor_storage(self.original, make_offload_placeholder(self.original, self.original.device))
+        dropped = make_offload_placeholder(self.original, self.original.device)
+        set_tensor_storage(self.original, dropped)
+        self._twins.point_originals(dropped)
 
     def lose(self) -> None:
         """The bytes are lost. What is put back is empty, so that any use of it raises."""
@@ -64,16 +75,23 @@ class ManagedTensor:
     def point(self, view: torch.Tensor) -> None:
         """Points the stand-in at a block's bytes in a slot."""
         self.born.data = view
+        self._twins.point(view)
 
     def unpoint(self, view: torch.Tensor) -> None:
-        """Points the stand-in at its placeholder again; a value that forward wrote is kept on the device instead."""
-        if self.born._version != self._version:
+        """
+        Points the stand-in at its placeholder again; a value that forward wrote, or put in its place (`.data =`), is
+        kept on the device instead.
+        """
+        replaced = self.born.data_ptr() != view.data_ptr()
+        if replaced or self.born._version != self._version:
             with torch.inference_mode(False):
-                self.born.data = view.clone()
+                value = (self.born.detach() if replaced else view).clone()
             self.kept = True
             self._version = self.born._version
         else:
-            self.born.data = self.placeholder
+            value = self.placeholder
+        self.born.data = value
+        self._twins.point(value)
 
     def restore(self, value: torch.Tensor | None) -> None:
         """Puts the original back in the modules, with `value` as its memory; None leaves it what it has."""
@@ -82,12 +100,14 @@ class ManagedTensor:
             same_kind = torch._has_compatible_shallow_copy_type(self.original, value)
             if same_kind and not self._is_inference:
                 set_tensor_storage(self.original, value)
+                self._twins.point_originals(value)
             elif isinstance(self.original, nn.Parameter):
                 self.original = nn.Parameter(value, requires_grad=self.original.requires_grad)
             else:
                 self.original = value
         if isinstance(self.original, nn.Parameter):
             self.original.requires_grad_(self.born.requires_grad)
+        self._twins.remove()
         for owner in self.owners:
-            if owner.slots.get(owner.attribute) is self.born:
-                owner.slots[owner.attribute] = self.original
+            if owner.tensor is self.born:
+                owner.restore(self.original)
