@@ -154,9 +154,9 @@ def _refuse_quantized(module: nn.Module, name: str, transfer: str) -> None:
     quantizer = getattr(module, "hf_quantizer", None)
     if quantizer is not None and transfer == "all_gather" and not getattr(quantizer, "pre_quantized", False):
         raise ValueError(
-            f"'{name}' was quantized while it was loaded ({type(quantizer).__name__}), and sharding would break its "
-            "layout: each rank has quantized for itself. Save it quantized (save_pretrained) and load that, quantize "
-            'it before it is loaded, or use transfer="local".'
+            f"'{name}' was quantized while it was loaded ({type(quantizer).__name__}), by each rank for itself, and "
+            "sharding would mix what they made. Save it quantized (save_pretrained) and load that, quantize it in "
+            'place before enabling, or use transfer="local".'
         )
     for path, tensor in _tensors(module):
         if has_own_memory(tensor) and tensor.layout == torch.strided and not tensor.is_quantized:

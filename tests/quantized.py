@@ -5,12 +5,14 @@ Models whose linear layers are quantized in place, by each library that does it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
 
-from diffusers_dlo.owned_tensor import owned_tensors
 from tests import toys
 
 
@@ -132,7 +134,67 @@ def gguf_q8(model: nn.Module) -> None:
     _replace_linears(model, make)
 
 
+class Scaled(torch.Tensor):
+    """
+    A wrapper as quantizers make them: `q * scale`, with an empty tensor and a single number beside. `q` may be a
+    wrapper itself.
+    """
+
+    @staticmethod
+    def __new__(cls, q: torch.Tensor, scale: torch.Tensor, empty: torch.Tensor, one: torch.Tensor) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.bfloat16, device=q.device)
+
+    def __init__(self, q: torch.Tensor, scale: torch.Tensor, empty: torch.Tensor, one: torch.Tensor) -> None:
+        self.q, self.scale, self.empty, self.one = q, scale, empty, one
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["q", "scale", "empty", "one"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict, context: None, size: torch.Size, stride: tuple[int, ...]) -> Scaled:
+        return cls(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            made = cls(*(func(part) for part in (args[0].q, args[0].scale, args[0].empty, args[0].one)))
+            return return_and_correct_aliasing(func, args, kwargs or {}, made)
+        return func(*tree_map_only(Scaled, _value, args), **tree_map_only(Scaled, _value, kwargs or {}))
+
+
+def _value(scaled: Scaled) -> torch.Tensor:
+    q = _value(scaled.q) if isinstance(scaled.q, Scaled) else scaled.q
+    return (q * scaled.scale * scaled.one).to(torch.bfloat16)
+
+
+def scale_weights(model: nn.Module) -> None:
+    """
+    Wrappers of every shape: around a wrapper, around columns, with a scale that two of a block have in common, or two
+    blocks, and one weight under two names.
+    """
+
+    def scaled(weight: torch.Tensor, scale: torch.Tensor | None = None, inner: bool = False) -> Scaled:
+        scale = weight.abs().amax(1, keepdim=True) / 127 if scale is None else scale
+        q = (weight / scale).round().clamp(-128, 127).to(torch.int8)
+        q = scaled(q.float()) if inner else q.t().contiguous().t()
+        return Scaled(q, scale, torch.empty(0, 3, device=weight.device), torch.ones((), device=weight.device))
+
+    common = torch.full((1, 64), 0.01, device=model.inp.weight.device)
+    for index, block in enumerate(model.blocks):
+        up, down = block.up.weight.detach(), block.down.weight.detach()
+        shared = common if index > 1 else torch.full((1, 64), 0.02, device=up.device)
+        block.up.weight = nn.Parameter(scaled(up, shared), requires_grad=False)
+        block.gate = nn.Linear(64, 64, bias=False, device=up.device)
+        block.gate.weight = nn.Parameter(scaled(up[:1].expand(64, 64), shared), requires_grad=False)
+        block.up.weight.scale = block.gate.weight.scale = shared  # which a parameter has a view of
+        block.down.weight = nn.Parameter(scaled(down, inner=index == 1), requires_grad=False)
+        block.register_parameter("again", block.down.weight)
+        block.register_forward_hook(lambda block, args, output: block.gate(output))
+    model.out.weight = nn.Parameter(scaled(model.out.weight.detach()), requires_grad=False)
+
+
 KINDS: dict[str, tuple[str, Callable[[nn.Module], None]]] = {
+    "wrappers": ("torch", scale_weights),
     "torchao_int8": ("torchao", _torchao(_int8)),
     "torchao_int4": ("torchao", _torchao(_int4)),
     "torchao_float8": ("torchao", _torchao(_float8)),
@@ -151,8 +213,3 @@ def quantized(kind: str, model: nn.Module) -> nn.Module:
     """`model`, with its linear layers quantized in place."""
     KINDS[kind][1](model)
     return model
-
-
-def carriers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every plain tensor that holds bytes of a model's weights, by name, with those beside them."""
-    return ((owned.name, owned.tensor) for owned in owned_tensors(model))
