@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .casts import set_pending_casts
+from .quantized_parameter import is_known_parameter
 from .tensor_utils import OwnedTensor, born_on_device, make_offload_placeholder, put, set_tensor_storage
 from .twins import Twins
 
@@ -45,6 +46,8 @@ class ManagedTensor:
 
     def insert(self) -> None:
         """Puts the stand-in in the modules."""
+        if is_known_parameter(self.original):
+            vars(self.born).update(vars(self.original))  # what is beside it has been moved since
         put(self.owners, self.born)
         self._twins.insert()
 

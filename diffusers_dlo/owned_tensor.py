@@ -90,11 +90,16 @@ class _Finding:
         self.found: dict[int, OwnedTensor] = {}
         self._wrappers: dict[int, Wrapper] = {}
 
-    def add(self, tensor: torch.Tensor, owner: Owner) -> OwnedTensor:
-        """A place that holds a tensor with memory of its own."""
-        owned = self.found.setdefault(id(tensor), OwnedTensor(tensor))
+    def add(self, tensor: torch.Tensor, owner: Owner) -> None:
+        """
+        A place that holds a tensor with memory of its own. What is beside a quantized parameter comes before it: who
+        makes the parameter anew takes that along.
+        """
+        owned = self.found.get(id(tensor), OwnedTensor(tensor))
+        if is_known_parameter(tensor):
+            self._add_sides(owned, owner)
         owned.owners.append(owner)
-        return owned
+        self.found[id(tensor)] = owned
 
     def add_wrapper(self, tensor: torch.Tensor, place: Owner) -> None:
         """A place that holds a wrapper."""
@@ -104,8 +109,7 @@ class _Finding:
             name = ".".join((place.name, *path))
             self.add(inner, Owner(place.module, place.attribute, name, place.kind, wrapper, path))
 
-    def add_sides(self, owned: OwnedTensor, place: Owner) -> None:
-        """What is beside a quantized parameter that `place` holds."""
+    def _add_sides(self, owned: OwnedTensor, place: Owner) -> None:
         for side in side_tensors(owned.tensor, place.module):
             if shows_memory_of(owned.tensor, side.tensor):
                 owned.twins[id(side.tensor)] = side.tensor
@@ -132,10 +136,8 @@ def owned_tensors(module: nn.Module) -> list[OwnedTensor]:
                     place = Owner(submodule, attribute, name, kind)
                 if is_wrapper(tensor):
                     finding.add_wrapper(tensor, place)
-                    continue
-                owned = finding.add(tensor, place)
-                if is_known_parameter(tensor):
-                    finding.add_sides(owned, place)
+                else:
+                    finding.add(tensor, place)
     return list(finding.found.values())
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from .casts import cast, pending_casts, run_dtype, run_nbytes, set_pending_casts
 from .owned_tensor import SIDE, OwnedTensor, Owner, owned_tensors, put
 from .quantized_parameter import has_own_memory, is_known_parameter
+from .twins import Twins
 
 
 _CPU_ALIGNMENT = 64
@@ -200,11 +201,11 @@ class Move(NamedTuple):
     tensor: torch.Tensor
     memory: torch.Tensor
     casts: tuple[torch.dtype, ...]
-    twins: tuple[torch.Tensor, ...] = ()
+    twins: Twins
 
 
 def move_tensors(
-    tensors: Sequence[OwnedTensor], device: torch.device, moved: list[Move], aligned: bool = False
+    tensors: Iterable[OwnedTensor], device: torch.device, moved: list[Move], aligned: bool = False
 ) -> None:
     """
     Does pending casts and moves tensors to `device` as `nn.Module.to` does, keeping their identity where the backend
@@ -215,32 +216,41 @@ def move_tensors(
             which the last bits of results depend.
     """
     for owned in tensors:
-        tensor, casts = owned.tensor, pending_casts(owned.tensor)
-        copies = aligned and device.type == "cpu" and _lies_oddly(tensor)
-        if tensor.device == device and not casts and not copies:
-            continue
-        value = cast(tensor).detach().to(device, copy=copies)
-        moved.append(Move(owned.owners, tensor, tensor.data, casts, tuple(owned.twins.values())))
-        set_pending_casts(tensor, ())
-        # A wrapper says itself where it is, so that one has to be made for another device.
-        stays = value.device == tensor.device or all(owner.wrapper is None for owner in owned.owners)
-        if stays and _can_point_at(tensor, value):
-            for shown in (tensor, *owned.twins.values()):
-                shown.data = value
-        elif isinstance(tensor, nn.Parameter):
-            put(owned.owners, born_on_device(tensor, value))
-        else:
-            put(owned.owners, value)
-    for owned in tensors:
+        _move(owned, device, moved, aligned)
         for owner in owned.owners:
             if owner.wrapper is not None:
                 owner.wrapper.settle(device)
 
 
-def _can_point_at(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `.data =` makes `value` what `tensor` is; a subclass of a kind not known may ignore it."""
-    same = torch._has_compatible_shallow_copy_type(tensor, value) and not tensor.is_inference()
-    return same and has_own_memory(tensor)
+def _move(owned: OwnedTensor, device: torch.device, moved: list[Move], aligned: bool) -> None:
+    tensor, casts = owned.tensor, pending_casts(owned.tensor)
+    copies = aligned and device.type == "cpu" and _lies_oddly(tensor)
+    if tensor.device == device and not casts and not copies:
+        return
+    value = cast(tensor).detach().to(device, copy=copies)
+    points = _can_point_at(owned, value)
+    born = value if points or not isinstance(tensor, nn.Parameter) else born_on_device(tensor, value)
+    twins = Twins(owned, tensor if points else born, value)
+    moved.append(Move(owned.owners, tensor, tensor.data, casts, twins))
+    set_pending_casts(tensor, ())
+    if points:
+        tensor.data = value
+        twins.point_originals(value)
+    else:
+        put(owned.owners, born)
+        twins.insert()
+
+
+def _can_point_at(owned: OwnedTensor, value: torch.Tensor) -> bool:
+    """
+    Whether `.data =` makes `value` what a tensor is. Not for another device, where a wrapper around it says where it
+    is, and where what is beside a parameter may be a table that all of its package share.
+    """
+    tensor = owned.tensor
+    if not (torch._has_compatible_shallow_copy_type(tensor, value) and has_own_memory(tensor)):
+        return False
+    bound = any(owner.wrapper is not None or owner.holder is not None for owner in owned.owners)
+    return not tensor.is_inference() and not (bound and value.device != tensor.device)
 
 
 def _lies_oddly(tensor: torch.Tensor) -> bool:
@@ -258,8 +268,9 @@ def put_back(moved: list[Move]) -> None:
     """Undoes `move_tensors`."""
     while moved:
         owners, tensor, memory, casts, twins = moved.pop()
-        for shown in (tensor, *twins):
-            if not shown.is_inference():
-                shown.data = memory
+        if not tensor.is_inference():
+            tensor.data = memory
+            twins.point_originals(memory)
         set_pending_casts(tensor, casts)
         put(owners, tensor)
+        twins.remove()

@@ -25,10 +25,11 @@ class Twins:
     def __init__(self, owned: OwnedTensor, born: torch.Tensor, placeholder: torch.Tensor) -> None:
         self._born = born
         self._modules = [owner.module for owner in owned.owners]
-        self._pairs = [(twin, placeholder.view(placeholder.shape)) for twin in owned.twins.values()]
+        twins = owned.twins.values()
+        self._pairs = [(twin, placeholder.view(placeholder.shape)) for twin in twins] if twins else []
 
     def insert(self) -> None:
-        """Puts the stand-ins beside what takes the parameter's place; what is beside the parameter itself stays."""
+        """Puts the stand-ins beside what takes the parameter's place; the parameter itself keeps its own."""
         self._exchange({id(original): standing for original, standing in self._pairs})
 
     def remove(self) -> None:

@@ -92,9 +92,9 @@ def bnb_int8(model: nn.Module) -> None:
 
     def make(linear: nn.Linear) -> nn.Module:
         made = Linear8bitLt(linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False)
-        made.weight = Int8Params(linear.weight.data.float(), requires_grad=False, has_fp16_weights=False)
+        made.weight = Int8Params(linear.weight.data.float().cpu(), requires_grad=False, has_fp16_weights=False)
         made.bias = linear.bias
-        return made.to("cpu").eval()
+        return made.to(linear.weight.device).eval()
 
     _replace_linears(model, make)
 
@@ -106,10 +106,10 @@ def _bnb_4bit(quant_type: str) -> Callable[[nn.Module], None]:
         def make(linear: nn.Linear) -> nn.Module:
             kind = {"quant_type": quant_type, "compress_statistics": True}
             made = Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, torch.bfloat16, **kind)
-            made.weight = Params4bit(linear.weight.data.float(), requires_grad=False, module=made, **kind)
+            made.weight = Params4bit(linear.weight.data.float().cpu(), requires_grad=False, module=made, **kind)
             made.bias = linear.bias
             made.support_avx512bf16_for_cpu = False  # CPUs that have it pack the weights anew in the first forward
-            return made.to("cpu").eval()
+            return made.to(linear.weight.device).eval()
 
         _replace_linears(model, make)
 

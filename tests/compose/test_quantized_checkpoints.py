@@ -17,6 +17,7 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import nn
 
 from diffusers_dlo import apply_distributed_layerwise_offload
+from diffusers_dlo.pack import pack_checkpoint
 from tests.zoo import MODELS, TEXT_ENCODERS, build, run
 
 
@@ -91,6 +92,12 @@ def test_a_torchao_checkpoint_streams_from_its_file(torchao_checkpoint: str, tmp
     model.to("cpu")
     assert_equal(outputs(model), expected)
     handle.remove()
+
+
+def test_tools_refuse_a_quantized_directory(torchao_checkpoint: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is quantized .a Int8Tensor.*enable the quantized checkpoint as it is"):
+        pack_checkpoint(torchao_checkpoint, str(tmp_path / "packed"), BF16)
+    assert not list(tmp_path.iterdir())
 
 
 def test_hooks_of_a_device_map_are_refused_until_they_are_off(torchao_checkpoint: str) -> None:
@@ -222,7 +229,6 @@ def test_a_pipeline(torchao_checkpoint: str, tmp_path: Path) -> None:
     from transformers import T5EncoderModel
 
     path = str(tiny_checkpoints.build_tiny_flux(tmp_path / "flux"))
-    FluxPipeline.from_pretrained(path, dtype=BF16)
 
     def load() -> FluxPipeline:
         encoder = T5EncoderModel.from_pretrained(

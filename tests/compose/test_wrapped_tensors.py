@@ -180,40 +180,51 @@ META = torch.device("meta")
 """Stands in for an accelerator: it cannot exchange memory with a tensor of the CPU, and a wrapper says where it is."""
 
 
-def test_a_wrapper_that_goes_to_another_device() -> None:
-    model = quantized("wrappers", stack(3))
-    before = {name: (parameter, contents(parameter)) for name, parameter in model.named_parameters()}
+@pytest.mark.parametrize("kind", ("wrappers", "torchao_int8", "quanto_int4", "bnb_int8", "bnb_nf4", "gguf_q8"))
+@pytest.mark.parametrize("ran", (False, True), ids=("fresh", "ran"))
+def test_weights_that_go_to_another_device_and_come_back(kind: str, ran: bool) -> None:
+    pytest.importorskip(KINDS[kind][0])
+    model = quantized(kind, stack(3))
+    expected = call(quantized(kind, stack(3)))
+    if ran:
+        call(model)
+    parameters = dict(model.named_parameters())
+    before = {owned.name: (owned.tensor, owned.tensor.data_ptr()) for owned in owned_tensors(model)}
+    twins = [(twin, twin.data_ptr()) for owned in owned_tensors(model) for twin in owned.twins.values()]
+    assert bool(twins) == (kind == "bnb_int8")
     units, resident = find_units(model)
     managed = [ManagedTensor(owned, META) for unit in units for owned in unit.tensors]
     moved: list[Move] = []
     move_tensors(resident, META, moved)
     for tensor in managed:
         tensor.insert()
-    assert {p.device for p in model.parameters()} == {
-        inner.device for p in model.parameters() for inner in contents(p)
-    }
-    assert {p.device for p in model.parameters()} == {META}
-    block = model.blocks[0]
-    assert block.again is block.down.weight and block.up.weight.scale is block.gate.weight.scale
-    assert all(type(p) is type(before[name][0]) for name, p in model.named_parameters())
-    assert not any(p is before[name][0] for name, p in model.named_parameters() if isinstance(p, Scaled))
+    there = owned_tensors(model)
+    assert {owned.name for owned in there} == before.keys()
+    assert {owned.tensor.device for owned in there} == {p.device for p in model.parameters()} == {META}
+    assert {twin.device for owned in there for twin in owned.twins.values()} <= {META}
+    assert all(type(p) is type(parameters[name]) for name, p in model.named_parameters())
+    if kind == "wrappers":
+        block = model.blocks[0]
+        assert block.again is block.down.weight and block.up.weight.scale is block.gate.weight.scale
     for tensor in managed:
         tensor.restore(None)
     put_back(moved)
-    for name, parameter in model.named_parameters():
-        assert parameter is before[name][0]
-        assert all(a is b for a, b in zip(contents(parameter), before[name][1], strict=True))
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    for owned in owned_tensors(model):
+        assert before[owned.name][0] is owned.tensor and before[owned.name][1] == owned.tensor.data_ptr()
+        assert all(any(twin is t and twin.data_ptr() == p for t, p in twins) for twin in owned.twins.values())
+    assert torch.equal(call(model), expected)
 
 
 def contents(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [inner for inner in plain_tensors(tensor)] if isinstance(tensor, Scaled) else []
+    return list(plain_tensors(tensor)) if isinstance(tensor, Scaled) else []
 
 
 def test_a_wrapper_that_came_from_another_device_says_where_it_is() -> None:
     """As after disabling a model that was on an accelerator: its weights are on the CPU then."""
     model = quantized("wrappers", stack(3))
     weight = model.out.weight
-    inner = {path: tensor for path, tensor in inner_tensors(weight)}
+    inner = dict(inner_tensors(weight))
     away = rewrap(weight, {path: torch.empty_like(tensor, device=META) for path, tensor in inner.items()})
     for path, tensor in inner.items():
         set_inner(away, path, tensor)
