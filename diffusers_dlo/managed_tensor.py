@@ -105,7 +105,7 @@ class ManagedTensor:
                 set_tensor_storage(self.original, value)
                 self._twins.point_originals(value)
             elif isinstance(self.original, nn.Parameter):
-                self.original = nn.Parameter(value, requires_grad=self.original.requires_grad)
+                self.original = born_on_device(self.original, value)
             else:
                 self.original = value
         if isinstance(self.original, nn.Parameter):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from tests.toys import toy
 
 
 AVAILABLE = [kind for kind, (library, _) in KINDS.items() if importlib.util.find_spec(library.partition(".")[0])]
+IN_ALL_WAYS = ("wrappers", "torchao_int8", "bnb_int8")
+"""The others differ from one of these in their classes alone, so fewer ways will do."""
 LOCAL_OPTIONS: tuple[dict, ...] = (
     {"transfer": "local", "host": "packed"},
     {"transfer": "local", "host": "pinned", "num_slots": 3},
@@ -126,13 +129,27 @@ def check(kind: str, rank: int = 0, size: int = 1, **options) -> None:
 
 @pytest.mark.parametrize("kind", AVAILABLE)
 def test_one_rank(kind: str) -> None:
-    for options in LOCAL_OPTIONS:
+    for options in LOCAL_OPTIONS if kind in IN_ALL_WAYS else LOCAL_OPTIONS[:1]:
         check(kind, **options)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in AVAILABLE if kind in ("wrappers", "quanto_int4", "bnb_int8")])
+def test_a_cache_of_quantized_weights(kind: str, tmp_path: Path) -> None:
+    expected = quantized(kind, stack())
+    for _ in range(2):  # written, then read
+        model = quantized(kind, stack())
+        handle = apply_distributed_layerwise_offload(model, transfer="local", cache_dir=str(tmp_path))
+        assert handle.report().host_kind == "mapped"
+        with torch.no_grad():
+            assert torch.equal(model(feed(0)), expected(feed(0)))
+        assert_same_state(model.state_dict(), expected.state_dict())
+        handle.remove()
+    assert_same_state(model.state_dict(), expected.state_dict())
 
 
 def check_on_ranks(rank: int, size: int) -> None:
     for kind in AVAILABLE:
-        for options in GROUP_OPTIONS if kind in ("wrappers", "torchao_int8", "bnb_int8") else GROUP_OPTIONS[:1]:
+        for options in GROUP_OPTIONS if kind in IN_ALL_WAYS else GROUP_OPTIONS[:1]:
             check(kind, rank, size, **options)
     for kind in AVAILABLE[::5]:
         model = quantized(kind, stack(3, seed=rank))

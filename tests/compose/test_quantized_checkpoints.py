@@ -17,6 +17,7 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import nn
 
 from diffusers_dlo import apply_distributed_layerwise_offload
+from diffusers_dlo.outline import open_outline
 from diffusers_dlo.pack import pack_checkpoint
 from tests.zoo import MODELS, TEXT_ENCODERS, build, run
 
@@ -98,6 +99,8 @@ def test_tools_refuse_a_quantized_directory(torchao_checkpoint: str, tmp_path: P
     with pytest.raises(ValueError, match="is quantized .a Int8Tensor.*enable the quantized checkpoint as it is"):
         pack_checkpoint(torchao_checkpoint, str(tmp_path / "packed"), BF16)
     assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="is quantized; sizes are known for weights as they are computed with only"):
+        open_outline(torchao_checkpoint)
 
 
 def test_hooks_of_a_device_map_are_refused_until_they_are_off(torchao_checkpoint: str) -> None:

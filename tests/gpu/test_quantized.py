@@ -59,7 +59,7 @@ def x(seed: int) -> torch.Tensor:
 
 
 def placed(model: nn.Module, kind: str) -> nn.Module:
-    """The model on the device; those of bitsandbytes leave their scales behind when .cuda() moves them a second time."""
+    """The model on the device; those of bitsandbytes with what is beside their weights."""
     if kind.startswith("bnb"):
         move_tensors(owned_tensors(model), torch.device("cuda", torch.cuda.current_device()), [])
         return model
