@@ -106,11 +106,11 @@ class ManagedTensor:
                 self._twins.point_originals(value)
             elif isinstance(self.original, nn.Parameter):
                 self.original = born_on_device(self.original, value)
+                self._twins.renew(self.original, value)
             else:
                 self.original = value
         if isinstance(self.original, nn.Parameter):
             self.original.requires_grad_(self.born.requires_grad)
         self._twins.remove()
         for owner in self.owners:
-            if owner.tensor is self.born:
-                owner.restore(self.original)
+            owner.restore(self.born, self.original)

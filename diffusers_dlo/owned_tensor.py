@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .quantized_parameter import is_known_parameter, shows_memory_of, side_tensors
-from .wrapped_tensor import Path, Wrapper, get_inner, inner_tensors, is_wrapper
+from .wrapped_tensor import Path, Wrapper, inner_tensors, is_wrapper
 
 
 SIDE = "side tensor"
@@ -44,14 +44,6 @@ class Owner:
             return vars(self.holder)
         return self.module._parameters if self.kind == "parameter" else self.module._buffers
 
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """What is in this place now."""
-        held = self.slots.get(self.attribute)
-        if self.wrapper is None or held is None:
-            return held
-        return get_inner(held, self.path) if held is self.wrapper.current else None
-
     def put(self, tensor: torch.Tensor) -> None:
         """Puts `tensor` in this place."""
         if self.wrapper is not None:
@@ -59,19 +51,20 @@ class Owner:
         else:
             self.slots[self.attribute] = tensor
 
-    def restore(self, tensor: torch.Tensor) -> None:
-        """Puts back the `tensor` that was there at first, or what has become of it."""
+    def restore(self, stand_in: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Puts back the `tensor` that was there at first, or what has become of it, unless somebody put another."""
         if self.wrapper is not None:
-            self.wrapper.restore(self.path, tensor)
-        else:
+            if self.slots.get(self.attribute) is self.wrapper.current:
+                self.wrapper.restore(self.path, tensor)
+        elif self.slots.get(self.attribute) is stand_in:
             self.slots[self.attribute] = tensor
 
 
 @dataclass
 class OwnedTensor:
     """
-    A tensor together with every place that holds it. `twins` are other tensors that show the whole of its memory,
-    each with the objects beside it that may hold one.
+    A tensor together with every place that holds it. `twins` are other tensors beside it that show the whole of its
+    memory, by id.
     """
 
     tensor: torch.Tensor

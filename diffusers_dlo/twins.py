@@ -46,6 +46,12 @@ class Twins:
         for original, _ in self._pairs:
             original.data = value
 
+    def renew(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """Others take the place of the originals, beside a `parameter` that was made anew over `value`."""
+        others = {id(original): value.view(value.shape) for original, _ in self._pairs}
+        self._pairs = [(others[id(original)], standing) for original, standing in self._pairs]
+        vars(parameter).update({k: others[id(v)] for k, v in vars(parameter).items() if id(v) in others})
+
     def _exchange(self, others: dict[int, torch.Tensor]) -> None:
         for module in self._modules if others else ():
             for holder, _ in side_holders(self._born, module):

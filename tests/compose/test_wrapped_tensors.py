@@ -236,6 +236,20 @@ def test_a_wrapper_that_came_from_another_device_says_where_it_is() -> None:
     assert torch.equal(call(model), call(quantized("wrappers", stack(3))))
 
 
+@pytest.mark.parametrize("kind", ("wrappers", "torchao_int8", "bnb_int8", "gguf_q8"))
+def test_weights_that_were_made_in_inference_mode(kind: str) -> None:
+    """Their memory cannot be exchanged, so others of their kind come back."""
+    pytest.importorskip(KINDS[kind][0])
+    with torch.inference_mode():
+        model, expected = quantized(kind, stack(3)), call(quantized(kind, stack(3)))
+        handle = apply_distributed_layerwise_offload(model)
+        assert all(torch.equal(call(model), expected) for _ in range(2))
+        classes = {name: type(parameter) for name, parameter in model.named_parameters()}
+        handle.remove()
+        assert {name: type(parameter) for name, parameter in model.named_parameters()} == classes
+        assert torch.equal(call(model), expected)
+
+
 class Made(TorchDispatchMode):
     """What is made meanwhile: the bytes of all new memory, and of the largest that holds floating-point numbers."""
 
