@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from .casts import run_nbytes
+from .tensor_utils import nbytes_of, owned_tensors
 
 
 Container = (nn.ModuleList, nn.ModuleDict)
@@ -72,7 +72,7 @@ def outermost(candidates: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 def size_of(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers, in the dtypes they will run in."""
-    return sum(run_nbytes(tensor) for tensor in (*module.parameters(), *module.buffers()))
+    return nbytes_of(owned_tensors(module))
 
 
 def _parts(candidates: Mapping[str, nn.Module], limit: int = 0) -> dict[str, nn.Module]:

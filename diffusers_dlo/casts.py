@@ -60,7 +60,7 @@ def copy_bytes(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
     if not casts:
         out.copy_(flat_bytes(tensor)[start : start + out.numel()])
         return
-    elements = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    elements = _elements(tensor)
     stop = start + out.numel()
     for low in range(start - start % itemsize, stop, _CAST_NBYTES):
         high = min(low + _CAST_NBYTES, stop)
@@ -86,5 +86,10 @@ def middle_bytes(tensor: torch.Tensor) -> bytes:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense `tensor` in storage order, `(nbytes,)` of `uint8`; shares its memory."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return flat.view(torch.uint8)
+    return _elements(tensor).view(torch.uint8)
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense `tensor` in storage order, as an ordinary tensor whatever its class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())

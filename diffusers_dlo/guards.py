@@ -8,6 +8,7 @@ weights.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .managed_tensor import ManagedTensor
+from .tensor_utils import of_kind
 from .units import Component, Unit
+from .wrapped_tensor import inner_tensors, is_wrapper, plain_tensors, rewrap
 
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ _REFUSED_ON_MODEL = {
     "unfuse_lora": "it would change weights that are not on the device. Disable first",
     "enable_group_offload": "both would move the same weights. Use one of them",
     "enable_layerwise_casting": "it would cast weights in the slots. Use one of them",
+    "dequantize": "it would dequantize placeholders. Dequantize before enabling, or disable first",
     "__deepcopy__": "the copy would hold placeholders. Disable first",
     "__reduce_ex__": "what is pickled would hold placeholders. Save with save_pretrained, or disable first",
 }
@@ -41,6 +45,8 @@ _REFUSED_ON_MODEL = {
 
 _RE_POINTING = frozenset({torch.ops.aten._has_compatible_shallow_copy_type.default})
 """What `.data =` dispatches: it reads no value."""
+_SAVING = _RE_POINTING | {torch.ops.aten.detach.default}
+_CONVERTED = "while it is saved, by a class that converts it. Disable the offload first"
 _OUTSIDE = (
     "outside its block's turn, when its weights are not on the device. Name the ModuleLists that can stream with "
     "blocks=[...], or leave this component out with components=[...]"
@@ -84,21 +90,22 @@ class Guards:
             self._shadow(root, "save_pretrained", _save_guard(component.name, root, files))
         if callable(getattr(root, "enable_parallelism", None)):
             self._shadow(root, "enable_parallelism", _parallelism_guard(component.name, root))
-        owned: dict[int, tuple[nn.Module, list[tuple[str, Unit, int, ManagedTensor]]]] = {}
+        owned: dict[int, tuple[nn.Module, list[ManagedTensor]]] = {}
         for unit in component.units:
-            for index, tensor in enumerate(unit.tensors):
+            for tensor in unit.tensors:
                 for owner in tensor.owners:
-                    entry = owned.setdefault(id(owner.module), (owner.module, []))
-                    entry[1].append((owner.attribute, unit, index, tensor))
+                    owned.setdefault(id(owner.module), (owner.module, []))[1].append(tensor)
         everything = [tensor for unit in component.units for tensor in unit.tensors]
+        serve, saving = _serve_state_dict(component, self._loaders), PlaceholderGuard(component, _SAVING, _CONVERTED)
         self._shadow(root, "_apply", ApplyGuard(component.name, root, everything, device, is_root=True))
-        for module, entries in owned.values():
+        for module, tensors in owned.values():
             if module is not root:
-                tensors = [tensor for *_, tensor in entries]
                 self._shadow(module, "_apply", ApplyGuard(component.name, module, tensors, device, is_root=False))
                 for name in ("__deepcopy__", "__reduce_ex__"):
                     self._shadow(module, name, refusal(f"'{component.name}'", name, _REFUSED_ON_MODEL[name]))
-            self._handles.append(module.register_state_dict_post_hook(_serve_state_dict(entries, self._loaders)))
+            if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+                self._shadow(module, "_save_to_state_dict", _save_guarded(module, saving))
+            self._handles.append(module.register_state_dict_post_hook(serve))
 
     def remove(self) -> None:
         """Takes every guard back. Idempotent."""
@@ -156,9 +163,11 @@ class ApplyGuard:
     ) -> None:
         self._name = name
         self._module = module
-        self._managed = {id(tensor.born) for tensor in tensors}
+        held = {id(held): held for tensor in tensors for held in tensor.held}
+        self._managed = set(held)
         self._is_root = is_root
         probes = [_probe(tensor, device) for tensor in tensors]
+        probes += [torch.empty(1, dtype=tensor.dtype, device=device) for tensor in held.values() if is_wrapper(tensor)]
         self._probes = list({(p.dtype, p.shape, p.stride()): p for p in probes}.values())
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -245,23 +254,63 @@ def _save_guard(name: str, root: nn.Module, files: Sequence[str]) -> Callable:
     return save_pretrained
 
 
-def _serve_state_dict(entries: list[tuple[str, Unit, int, ManagedTensor]], loaders: LoaderGuard) -> Callable:
+def _placeholders(component: Component) -> dict[int, tuple[Unit, int]]:
+    """What each placeholder of a component stands for, by its storage."""
+    return {
+        tensor.placeholder.untyped_storage()._cdata: (unit, index)
+        for unit in component.units
+        for index, tensor in enumerate(unit.tensors)
+    }
+
+
+def _serve_state_dict(component: Component, loaders: LoaderGuard) -> Callable:
     """
-    A `state_dict` hook that puts in managed tensors from the host store; without a copy, and not to be written to.
+    A `state_dict` hook that puts values from the host store in place of placeholders, under whatever names a module
+    saves them; without a copy, and not to be written to.
     """
+    placeholders = _placeholders(component)
+
+    def find(tensor: torch.Tensor) -> tuple[Unit, int] | None:
+        at = placeholders.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        if at is not None and loaders.loading and not at[0].store.is_whole(at[0].key):
+            return None
+        return at
 
     def serve(module: nn.Module, state_dict: dict, prefix: str, local_metadata: Mapping) -> None:
         if loaders.names_only:
             return
-        for attribute, unit, index, tensor in entries:
-            key = prefix + attribute
-            current = module._parameters.get(attribute, module._buffers.get(attribute))
-            if key not in state_dict or tensor.kept or current is not tensor.born:
+        # What this module and those in it have saved comes last.
+        for key in list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state_dict))):
+            value = state_dict[key]
+            if not isinstance(value, torch.Tensor):
                 continue
-            if not loaders.loading or unit.store.is_whole(unit.key):
-                state_dict[key] = unit.value(index)
+            inner = {
+                path: (tensor, find(tensor)) for path, tensor in (inner_tensors(value) if is_wrapper(value) else ())
+            }
+            if any(found is not None for _, found in inner.values()):
+                cpu = torch.device("cpu")
+                values = {
+                    p: tensor.detach().to(cpu) if at is None else at[0].value(at[1])
+                    for p, (tensor, at) in inner.items()
+                }
+                state_dict[key] = rewrap(value, values)
+            elif not inner:
+                at = find(value)
+                if at is not None:
+                    state_dict[key] = of_kind(value, at[0].value(at[1]))
 
     return serve
+
+
+def _save_guarded(module: nn.Module, guard: PlaceholderGuard) -> Callable:
+    """A `_save_to_state_dict` of a class that has its own: it may save weights, but not compute with them."""
+    original = type(module)._save_to_state_dict
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        with guard:
+            original(module, *args, **kwargs)
+
+    return save
 
 
 class PlaceholderGuard(TorchDispatchMode):
@@ -287,24 +336,22 @@ class PlaceholderGuard(TorchDispatchMode):
         self._allowed = allowed
         self._when = when
         self._keep = keep
-        self._placeholders = {
-            tensor.placeholder.untyped_storage()._cdata: (unit, tensor)
-            for unit in component.units
-            for tensor in unit.tensors
-        }
-
-    def _find(self, operand: torch.Tensor) -> tuple[Unit, ManagedTensor] | None:
-        return self._placeholders.get(operand.untyped_storage()._cdata)
+        self._placeholders = _placeholders(component)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         reads = func not in self._allowed and str((kwargs or {}).get("device")) != "meta"
         for operand in tree_leaves((args, kwargs)) if reads else ():
-            if isinstance(operand, torch.Tensor) and operand.layout == torch.strided:
-                found = self._find(operand)
+            if not isinstance(operand, torch.Tensor) or operand.layout != torch.strided:
+                continue
+            for plain in plain_tensors(operand):
+                found = self._find(plain)
                 if found is not None and self._keep is not None and found[0].layout.is_leaf:
                     self._keep(found[0])
-                    found = self._find(operand)  # a view that was made before is still one of the placeholder
+                    found = self._find(plain)  # a view that was made before is still one of the placeholder
                 if found is not None:
-                    name = f"'{found[1].name}' of '{self._component.name}'"
+                    name = f"'{found[0].tensors[found[1]].name}' of '{self._component.name}'"
                     raise RuntimeError(f"{name} was read {self._when} ({func}).")
         return func(*args, **(kwargs or {}))
+
+    def _find(self, operand: torch.Tensor) -> tuple[Unit, int] | None:
+        return self._placeholders.get(operand.untyped_storage()._cdata)

@@ -136,8 +136,8 @@ class ComponentHooks:
         if timing is not None:
             timing.hook_begins()
         if torch.is_grad_enabled():
-            managed = (tensor.born for tensor in unit.tensors)
-            _refuse_grad(unit, any(t.requires_grad for t in (*managed, *iter_tensors((args, kwargs)))))
+            needs_grad = any(tensor.requires_grad for tensor in unit.tensors)
+            _refuse_grad(unit, needs_grad or any(t.requires_grad for t in iter_tensors((args, kwargs))))
         engine.acquire(unit)
         if self._first is not None:
             self._first.suspend(unit)

@@ -161,7 +161,7 @@ class LoaderGuard:
 
     def _streamed(self, state_dict: Mapping[str, Any]) -> dict[str, ManagedTensor]:
         """Which of the names are those of streamed tensors, by the names they have now: adapters rename."""
-        managed = {id(tensor.born): tensor for unit in self._component.units for tensor in unit.tensors}
+        managed = {id(h): tensor for unit in self._component.units for tensor in unit.tensors for h in tensor.held}
         found = {}
         for path, module in self._root.named_modules():
             for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -245,7 +245,7 @@ def refuse_adapters_of_placeholders(root: nn.Module, component: Component) -> No
     Raises:
         `RuntimeError`: naming the layer.
     """
-    streamed = {id(tensor.born) for unit in component.units for tensor in unit.tensors}
+    streamed = {id(held) for unit in component.units for tensor in unit.tensors for held in tensor.held}
     found = [
         (path, tensor)
         for path, layer in _tuner_layers(root)
@@ -266,7 +266,7 @@ def refuse_adapters_of_placeholders(root: nn.Module, component: Component) -> No
 
 def _may_stay(tensor: ManagedTensor, value: Any) -> bool:
     born = tensor.born
-    small = born.numel() * born.element_size() <= SMALL_BUFFER_NBYTES
+    small = born.numel() * born.element_size() <= SMALL_BUFFER_NBYTES and len(tensor.held) == 1
     return small and isinstance(value, torch.Tensor) and value.shape == born.shape
 
 

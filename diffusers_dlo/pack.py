@@ -22,7 +22,9 @@ from .checkpoint.container import Container, Entry, is_storable
 from .checkpoint.loading import mapped_loading
 from .checkpoint.mapped import locate_tensors
 from .config import DistributedLayerwiseOffloadConfig
+from .quantized_parameter import is_known_parameter
 from .selection import select
+from .wrapped_tensor import is_wrapper
 
 
 logger = logging.get_logger(__name__)
@@ -216,6 +218,11 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _entry(name: str, tensor: torch.Tensor) -> Entry:
+    if is_wrapper(tensor) or is_known_parameter(tensor):
+        raise ValueError(
+            f"'{name}' is quantized (a {type(tensor).__name__}), and a packed checkpoint holds weights as they are "
+            "computed with. Load and enable the quantized checkpoint as it is."
+        )
     if not is_storable(tensor):
         raise ValueError(f"'{name}' is {tensor.dtype}, for which safetensors has no name; cast it first.")
     if not tensor.is_contiguous():

@@ -7,7 +7,6 @@ placeholder that stands in for them, and re-pointing. Must not know of slots, ra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -15,59 +14,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .casts import cast, pending_casts, run_dtype, run_nbytes, set_pending_casts
+from .owned_tensor import SIDE, OwnedTensor, Owner, owned_tensors, put
+from .quantized_parameter import has_own_memory, is_known_parameter
+from .twins import Twins
 
 
 _CPU_ALIGNMENT = 64
 """What torch's allocator on the CPU gives."""
 SMALL_BUFFER_NBYTES = 1 << 20
 """Buffers of a block up to this many bytes stay on the device."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """One place where a module holds a tensor."""
-
-    module: nn.Module
-    attribute: str
-    name: str
-    kind: str
-    '`"parameter"`, `"buffer"` or `"non-persistent buffer"`'
-
-    @property
-    def slots(self) -> dict:
-        """The module's own dictionary that holds the tensor."""
-        return self.module._parameters if self.kind == "parameter" else self.module._buffers
-
-
-@dataclass
-class OwnedTensor:
-    """A tensor together with every place that holds it."""
-
-    tensor: torch.Tensor
-    owners: list[Owner] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.owners[0].name
-
-
-def owned_tensors(module: nn.Module) -> list[OwnedTensor]:
-    """
-    Every parameter and buffer of `module`, each once, in order of registration, keyed by identity and not by name.
-    """
-    found: dict[int, OwnedTensor] = {}
-    for path, submodule in module.named_modules():
-        for kind, tensors in (("parameter", submodule._parameters), ("buffer", submodule._buffers)):
-            for attribute, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                name = f"{path}.{attribute}" if path else attribute
-                if kind == "buffer" and attribute in submodule._non_persistent_buffers_set:
-                    owner = Owner(submodule, attribute, name, "non-persistent buffer")
-                else:
-                    owner = Owner(submodule, attribute, name, kind)
-                found.setdefault(id(tensor), OwnedTensor(tensor)).owners.append(owner)
-    return list(found.values())
 
 
 def partition_tensors(
@@ -78,8 +33,8 @@ def partition_tensors(
     weight), and those that stay on the device. What two units share, or a unit and the rest, stays: be it a tensor,
     its memory or a whole module. So does what is used `elsewhere`, in another component (ids of tensors), a tensor of
     a single element (an expanded placeholder could be written to), one whose bytes are not its value (overlapping,
-    with gaps, lazily conjugated or negated), an adapter's, and a small buffer: forward may write to it in ways that
-    leave no trace (batch norm does).
+    with gaps, lazily conjugated or negated), an adapter's, what a quantized parameter needs beside its bytes, and a
+    small buffer: forward may write to it in ways that leave no trace (batch norm does).
     """
     homes = _homes(module, units)
     adapters = _adapter_modules(module)
@@ -98,6 +53,7 @@ def partition_tensors(
             and not (tensor.is_conj() or tensor.is_neg())
             and id(tensor) not in aliased
             and id(tensor) not in elsewhere
+            and all(owner.kind != SIDE for owner in owned.owners)
             and (owned.owners[0].kind == "parameter" or tensor.numel() * tensor.element_size() > SMALL_BUFFER_NBYTES)
             and not any(id(owner.module) in adapters for owner in owned.owners)
         )
@@ -113,7 +69,7 @@ def _aliased(tensors: Sequence[torch.Tensor]) -> set[int]:
     spans = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.numel() * tensor.element_size(), id(tensor))
         for tensor in tensors
-        if not tensor.is_meta and tensor.numel() and type(tensor) in (torch.Tensor, nn.Parameter)
+        if not tensor.is_meta and tensor.numel() and has_own_memory(tensor)
     )
     found: set[int] = set()
     device, stop, last = "", 0, 0
@@ -212,8 +168,10 @@ def born_on_device(original: torch.Tensor, placeholder: torch.Tensor) -> torch.T
     What takes the place of `original` in its modules while it is managed: of the same kind, but born on the onload
     device, since a backend outside torch's own may not exchange the memory of a tensor with that of another device.
     """
-    if isinstance(original, nn.Parameter):
-        born: torch.Tensor = nn.Parameter(placeholder, requires_grad=original.requires_grad)
+    if is_known_parameter(original):
+        born = torch.Tensor._make_subclass(type(original), placeholder, original.requires_grad)
+    elif isinstance(original, nn.Parameter):
+        born = nn.Parameter(placeholder, requires_grad=original.requires_grad)
     else:
         born = placeholder.view(placeholder.shape)
     for key, value in vars(original).items():
@@ -222,10 +180,9 @@ def born_on_device(original: torch.Tensor, placeholder: torch.Tensor) -> torch.T
     return born
 
 
-def put(owners: Iterable[Owner], tensor: torch.Tensor) -> None:
-    """Puts `tensor` in every place of `owners`."""
-    for owner in owners:
-        owner.slots[owner.attribute] = tensor
+def of_kind(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value`, of the class of `tensor` and with its attributes where that is a quantized parameter's."""
+    return born_on_device(tensor, value) if is_known_parameter(tensor) else value
 
 
 def nbytes_of(tensors: Iterable[OwnedTensor]) -> int:
@@ -245,6 +202,7 @@ class Move(NamedTuple):
     tensor: torch.Tensor
     memory: torch.Tensor
     casts: tuple[torch.dtype, ...]
+    twins: Twins
 
 
 def move_tensors(
@@ -259,19 +217,41 @@ def move_tensors(
             which the last bits of results depend.
     """
     for owned in tensors:
-        tensor, casts = owned.tensor, pending_casts(owned.tensor)
-        copies = aligned and device.type == "cpu" and _lies_oddly(tensor)
-        if tensor.device == device and not casts and not copies:
-            continue
-        value = cast(tensor).detach().to(device, copy=copies)
-        moved.append(Move(owned.owners, tensor, tensor.data, casts))
-        set_pending_casts(tensor, ())
-        if torch._has_compatible_shallow_copy_type(tensor, value) and not tensor.is_inference():
-            tensor.data = value
-        elif isinstance(tensor, nn.Parameter):
-            put(owned.owners, nn.Parameter(value, requires_grad=tensor.requires_grad))
-        else:
-            put(owned.owners, value)
+        _move(owned, device, moved, aligned)
+        for owner in owned.owners:
+            if owner.wrapper is not None:
+                owner.wrapper.settle(device)
+
+
+def _move(owned: OwnedTensor, device: torch.device, moved: list[Move], aligned: bool) -> None:
+    tensor, casts = owned.tensor, pending_casts(owned.tensor)
+    copies = aligned and device.type == "cpu" and _lies_oddly(tensor)
+    if tensor.device == device and not casts and not copies:
+        return
+    value = cast(tensor).detach().to(device, copy=copies)
+    points = _can_point_at(owned, value)
+    born = value if points or not isinstance(tensor, nn.Parameter) else born_on_device(tensor, value)
+    twins = Twins(owned, tensor if points else born, value)
+    moved.append(Move(owned.owners, tensor, tensor.data, casts, twins))
+    set_pending_casts(tensor, ())
+    if points:
+        tensor.data = value
+        twins.point_originals(value)
+    else:
+        put(owned.owners, born)
+        twins.insert()
+
+
+def _can_point_at(owned: OwnedTensor, value: torch.Tensor) -> bool:
+    """
+    Whether `.data =` makes `value` what a tensor is. Not for another device, where a wrapper around it says where it
+    is, and where what is beside a parameter may be a table that all of its package share.
+    """
+    tensor = owned.tensor
+    if not (torch._has_compatible_shallow_copy_type(tensor, value) and has_own_memory(tensor)):
+        return False
+    bound = any(owner.wrapper is not None or owner.holder is not None for owner in owned.owners)
+    return not tensor.is_inference() and not (bound and value.device != tensor.device)
 
 
 def _lies_oddly(tensor: torch.Tensor) -> bool:
@@ -288,8 +268,10 @@ def _lies_oddly(tensor: torch.Tensor) -> bool:
 def put_back(moved: list[Move]) -> None:
     """Undoes `move_tensors`."""
     while moved:
-        owners, tensor, memory, casts = moved.pop()
+        owners, tensor, memory, casts, twins = moved.pop()
         if not tensor.is_inference():
             tensor.data = memory
+            twins.point_originals(memory)
         set_pending_casts(tensor, casts)
         put(owners, tensor)
+        twins.remove()

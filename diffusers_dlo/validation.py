@@ -16,7 +16,9 @@ from .checkpoint.pending_guard import find_change
 from .compilation import cuda_graphs_text, has_cuda_graphs
 from .config import DistributedLayerwiseOffloadConfig
 from .device.onload import is_same_device
+from .quantized_parameter import has_own_memory, is_known_parameter, why_not_ready
 from .tensor_utils import is_dtensor
+from .wrapped_tensor import is_wrapper, why_not_wrapped
 
 
 _FOREIGN_HOOKS = {
@@ -83,15 +85,17 @@ def validate_module(module: nn.Module, name: str, transfer: str) -> None:
         transfer (`str`): the resolved transfer, `"all_gather"` or `"local"`.
 
     Raises:
-        `TypeError`: not a module. `ValueError`: something else moves its weights, they are sharded or quantized and
-        would be gathered, or compiled in a way that fixes addresses. `NotImplementedError`: tensor types not supported
-        yet. `RuntimeError`: weights without values (on the meta device).
+        `TypeError`: not a module. `ValueError`: something else moves its weights, they are sharded, or were quantized
+        while loading and would be gathered, or are still to be quantized, or it is compiled in a way that fixes
+        addresses. `NotImplementedError`: tensor types not supported yet. `RuntimeError`: weights without values (on
+        the meta device).
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"'{name}' must be a torch.nn.Module, got {type(module).__name__!r}.")
     refuse_foreign_offload(module, name)
     _refuse_sharded(module, name, transfer)
     _refuse_quantized(module, name, transfer)
+    _refuse_not_ready(module, name)
     for path, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule):
             raise NotImplementedError(
@@ -113,8 +117,9 @@ def validate_placed(module: nn.Module, name: str) -> None:
     Refuses a component that is only placed on the device, but cannot be.
 
     Raises:
-        `RuntimeError`: weights without values.
+        `ValueError`: its weights are still to be quantized. `RuntimeError`: weights without values.
     """
+    _refuse_not_ready(module, name)
     _refuse_meta(module, name)
 
 
@@ -163,24 +168,35 @@ def _refuse_sharded(module: nn.Module, name: str, transfer: str) -> None:
 
 def _refuse_quantized(module: nn.Module, name: str, transfer: str) -> None:
     quantizer = getattr(module, "hf_quantizer", None)
-    if quantizer is not None and transfer == "all_gather":
+    if quantizer is not None and transfer == "all_gather" and not getattr(quantizer, "pre_quantized", False):
         raise ValueError(
-            f"'{name}' is quantized while it is loaded ({type(quantizer).__name__}), and sharding would break the "
-            'layout of its weights. Use transfer="local" with weights that need no quantizer, or load it unquantized.'
+            f"'{name}' was quantized while it was loaded ({type(quantizer).__name__}), by each rank for itself, and "
+            "sharding would mix what they made. Save it quantized (save_pretrained) and load that, quantize it in "
+            'place before enabling, or use transfer="local".'
         )
     for path, tensor in _tensors(module):
-        plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
-        if plain and tensor.layout == torch.strided and not tensor.is_quantized:
+        if has_own_memory(tensor) and tensor.layout == torch.strided and not tensor.is_quantized:
             continue
-        if transfer == "all_gather" and not plain:
+        reason = why_not_wrapped(tensor) if is_wrapper(tensor) else ""
+        if reason is None:
+            continue
+        reason = f", and {reason}" if reason else ""
+        if transfer == "all_gather" and not has_own_memory(tensor):
             raise ValueError(
-                f"'{path}' of '{name}' is a {type(tensor).__name__}, and sharding would break its layout. Load it "
-                "unquantized."
+                f"'{path}' of '{name}' is a {type(tensor).__name__}{reason}, and sharding would break its layout. "
+                "Load it unquantized."
             )
         raise NotImplementedError(
-            f"'{path}' of '{name}' is a {type(tensor).__name__} of layout {tensor.layout}, which cannot be streamed "
-            "yet. Load it as ordinary dense weights."
+            f"'{path}' of '{name}' is a {type(tensor).__name__} of layout {tensor.layout}{reason}, which cannot be "
+            "streamed yet. Load it as ordinary dense weights."
         )
+
+
+def _refuse_not_ready(module: nn.Module, name: str) -> None:
+    for path, tensor in _tensors(module):
+        reason = why_not_ready(tensor) if is_known_parameter(tensor) else None
+        if reason is not None:
+            raise ValueError(f"'{path}' of '{name}' ({type(tensor).__name__}) {reason}.")
 
 
 def refuse_enabled(name: str, enabled: bool) -> None:

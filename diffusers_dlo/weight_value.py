@@ -9,6 +9,8 @@ from torch import nn
 
 from .casts import cast
 from .process_engine import find_streamed
+from .tensor_utils import of_kind
+from .wrapped_tensor import inner_tensors, is_wrapper, rewrap
 
 
 def host_view(module: nn.Module, name: str) -> torch.Tensor:
@@ -32,8 +34,18 @@ def host_view(module: nn.Module, name: str) -> torch.Tensor:
         tensor = None
     if tensor is None:
         raise ValueError(f"'{type(module).__name__}' has no parameter or buffer '{name}'; see its named_parameters().")
+    if not is_wrapper(tensor):
+        return _value_of(tensor)
+    values = {path: _value_of(inner) for path, inner in inner_tensors(tensor)}
+    on_host = any(find_streamed(inner) is not None for _, inner in inner_tensors(tensor))
+    device = torch.device("cpu") if on_host else tensor.device
+    return rewrap(tensor, {path: value.to(device) for path, value in values.items()}).detach()
+
+
+def _value_of(tensor: torch.Tensor) -> torch.Tensor:
     found = find_streamed(tensor)
     if found is None:
         return cast(tensor).detach()
     unit, index = found
-    return tensor.detach() if unit.tensors[index].kept else unit.value(index)
+    detached = tensor.detach()
+    return detached if unit.tensors[index].kept else of_kind(detached, unit.value(index))

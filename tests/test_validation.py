@@ -276,7 +276,8 @@ class Quantizer:
 def test_a_quantizer() -> None:
     model = toy(toys.Stack, 3)
     model.hf_quantizer = Quantizer()
-    with refused(model, ValueError, "'model' is quantized", "Quantizer", 'transfer="local"', "load it unquantized"):
+    texts = ("'model' was quantized while it was loaded (Quantizer)", "Save it quantized", 'transfer="local"')
+    with refused(model, ValueError, *texts):
         apply_distributed_layerwise_offload(model, transfer="all_gather")
     works(model, toy(toys.Stack, 3), transfer="local")
 
@@ -498,7 +499,7 @@ def _refused_alike(rank: int, size: int) -> None:
         apply_layerwise_casting(model.blocks, torch.float8_e4m3fn, torch.float32, skip_modules_pattern=("norm",))
 
     faults: list[tuple[Callable[[nn.Module], None], type[Exception], str]] = [
-        (quantize, ValueError, "is quantized while it is loaded (Quantizer)"),
+        (quantize, ValueError, "was quantized while it was loaded (Quantizer)"),
         (to_meta, RuntimeError, "'blocks.1.up.weight' of 'model' has no values"),
         (subclass, ValueError, "is a Packed, and sharding would break its layout"),
         (cast, ValueError, "layerwise casting is active"),

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from ..casts import flat_bytes
+from ..quantized_parameter import has_own_memory
 from ..tensor_utils import is_dense
 
 
@@ -177,7 +177,7 @@ def mapped_addresses() -> list[tuple[int, int]]:
 
 def _mapping_of(tensor: torch.Tensor, mappings: Sequence[_Mapping], starts: Sequence[int]) -> _Mapping | str:
     """The mapping that shows the whole of `tensor`, or why there is none."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+    if not has_own_memory(tensor):
         return f"they are {type(tensor).__name__}s"
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return f"they are on '{tensor.device.type}'"
