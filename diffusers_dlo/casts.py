@@ -54,10 +54,11 @@ def cast(tensor: torch.Tensor) -> torch.Tensor:
 def copy_bytes(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
     """
     Copies bytes `[start, start + len(out))` of a dense `tensor`, in storage order and after its pending casts, into
-    `out` on the host. Only what is copied is cast, a piece at a time.
+    `out` on the host. Only what is copied is cast, a piece at a time. From a device it comes by way of other memory:
+    `out` may be page-locked for devices that read it, and no device may write to it then.
     """
     casts, itemsize = pending_casts(tensor), run_dtype(tensor).itemsize
-    if not casts:
+    if not casts and tensor.device == out.device:
         out.copy_(flat_bytes(tensor)[start : start + out.numel()])
         return
     elements = _elements(tensor)
@@ -68,7 +69,7 @@ def copy_bytes(tensor: torch.Tensor, start: int, out: torch.Tensor) -> None:
         for dtype in casts:
             piece = piece.to(dtype)
         begin = max(low, start)
-        out[begin - start : high - start].copy_(piece.view(torch.uint8)[begin - low : high - low])
+        out[begin - start : high - start].copy_(piece.to(out.device).view(torch.uint8)[begin - low : high - low])
 
 
 def run_nbytes(tensor: torch.Tensor) -> int:

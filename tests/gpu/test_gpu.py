@@ -207,3 +207,18 @@ def test_exception_then_right() -> None:
             with torch.no_grad():
                 assert torch.equal(model(x), reference(x))
     handle.remove()
+
+
+@pytest.mark.parametrize("host", ("packed", "pinned"))
+def test_a_model_that_is_on_the_device_already(host: str) -> None:
+    """Its weights go to host memory that devices may only read, once it is page-locked."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for name in ("flux", "t5"):
+        reference, model = build(name, 3, dtype=torch.bfloat16).to(device), build(name, 3, dtype=torch.bfloat16)
+        handle = apply_distributed_layerwise_offload(model.to(device), host=host)
+        for step in range(3):
+            inputs = ALL[name].inputs(step)
+            got, expected = run(model, inputs, device=device), run(reference, inputs, device=device)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected)), f"{name} step {step}"
+        handle.remove()
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import diffusers_dlo  # noqa: F401  gives pipelines their methods
 from tests.compose.pipelines import build, call, load, same
 
 
