@@ -17,8 +17,8 @@ import torch
 from diffusers.utils import is_peft_available, recurse_remove_peft_layers
 from torch import nn
 
-from .guards import PlaceholderGuard
 from .managed_tensor import ManagedTensor
+from .placeholder_guard import PlaceholderGuard
 from .tensor_utils import SMALL_BUFFER_NBYTES, put
 from .units import Component
 
