@@ -68,9 +68,10 @@ class Guards:
                 self._shadow(root, name, refusal(f"'{component.name}'", name, reason))
         for name, replacement in self._loaders.replacements().items():
             self._shadow(root, name, replacement)
-        managed = {id(tensor.born) for unit in component.units for tensor in unit.tensors}
+        managed = component.stand_ins
         for module in root.modules():  # what the model's own method, and some loaders of adapters, call
-            if callable(getattr(module, "fuse_projections", None)) and managed & {id(p) for p in module.parameters()}:
+            fuses = callable(getattr(module, "fuse_projections", None))
+            if fuses and any(id(parameter) in managed for parameter in module.parameters()):
                 reason = _REFUSED_ON_MODEL["fuse_qkv_projections"]
                 self._shadow(module, "fuse_projections", refusal(f"'{component.name}'", "fuse_projections", reason))
         files = component.store.plan.files

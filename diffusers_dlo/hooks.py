@@ -19,6 +19,7 @@ from diffusers.utils import logging
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .adapters import adapter_configs, same_objects
 from .byte_size import format_bytes
 from .compilation import (
     WHY_DISABLED,
@@ -32,7 +33,7 @@ from .distributed.companions import find_companions
 from .engine import Engine
 from .first_forward import FirstForward
 from .interrupts import interrupts
-from .loader_guards import adapter_configs, refuse_adapters_of_placeholders, same_objects
+from .loader_guards import refuse_adapters_of_placeholders
 from .marker import put_marker, remove_marker
 from .outputs import own_output
 from .step_caches import acquire_inside, give_back_references, has_hooks, is_acquired_inside
