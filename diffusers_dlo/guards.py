@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from .loader_guards import LoaderGuard
 from .managed_tensor import ManagedTensor
 from .placeholder_guard import RE_POINTING, PlaceholderGuard, find_placeholders
+from .shadows import Shadows, refusal
 from .tensor_utils import of_kind
 from .units import Component, Unit
 from .wrapped_tensor import inner_tensors, is_wrapper, rewrap
@@ -57,7 +58,7 @@ class Guards:
         self._root = root
         self._device = device
         self._loaders = loaders
-        self._shadows: list[tuple[nn.Module, str, Any]] = []
+        self._shadows = Shadows()
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -65,20 +66,22 @@ class Guards:
         component, root, device = self._component, self._root, self._device
         for name, reason in _REFUSED_ON_MODEL.items():
             if name.startswith("__") or callable(getattr(root, name, None)):
-                self._shadow(root, name, refusal(f"'{component.name}'", name, reason))
+                self._shadows.put(root, name, refusal(f"'{component.name}'", name, reason))
         for name, replacement in self._loaders.replacements().items():
-            self._shadow(root, name, replacement)
+            self._shadows.put(root, name, replacement)
         managed = component.stand_ins
         for module in root.modules():  # what the model's own method, and some loaders of adapters, call
             fuses = callable(getattr(module, "fuse_projections", None))
             if fuses and any(id(parameter) in managed for parameter in module.parameters()):
                 reason = _REFUSED_ON_MODEL["fuse_qkv_projections"]
-                self._shadow(module, "fuse_projections", refusal(f"'{component.name}'", "fuse_projections", reason))
+                self._shadows.put(
+                    module, "fuse_projections", refusal(f"'{component.name}'", "fuse_projections", reason)
+                )
         files = component.store.plan.files
         if files and callable(getattr(root, "save_pretrained", None)):
-            self._shadow(root, "save_pretrained", _save_guard(component.name, root, files))
+            self._shadows.put(root, "save_pretrained", _save_guard(component.name, root, files))
         if callable(getattr(root, "enable_parallelism", None)):
-            self._shadow(root, "enable_parallelism", _parallelism_guard(component.name, root))
+            self._shadows.put(root, "enable_parallelism", _parallelism_guard(component.name, root))
         owned: dict[int, tuple[nn.Module, list[ManagedTensor]]] = {}
         for unit in component.units:
             for tensor in unit.tensors:
@@ -86,31 +89,21 @@ class Guards:
                     owned.setdefault(id(owner.module), (owner.module, []))[1].append(tensor)
         everything = [tensor for unit in component.units for tensor in unit.tensors]
         serve, saving = _serve_state_dict(component, self._loaders), PlaceholderGuard(component, _SAVING, _CONVERTED)
-        self._shadow(root, "_apply", ApplyGuard(component.name, root, everything, device, is_root=True))
+        self._shadows.put(root, "_apply", ApplyGuard(component.name, root, everything, device, is_root=True))
         for module, tensors in owned.values():
             if module is not root:
-                self._shadow(module, "_apply", ApplyGuard(component.name, module, tensors, device, is_root=False))
+                self._shadows.put(module, "_apply", ApplyGuard(component.name, module, tensors, device, is_root=False))
                 for name in ("__deepcopy__", "__reduce_ex__"):
-                    self._shadow(module, name, refusal(f"'{component.name}'", name, _REFUSED_ON_MODEL[name]))
+                    self._shadows.put(module, name, refusal(f"'{component.name}'", name, _REFUSED_ON_MODEL[name]))
             if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
-                self._shadow(module, "_save_to_state_dict", _save_guarded(module, saving))
+                self._shadows.put(module, "_save_to_state_dict", _save_guarded(module, saving))
             self._handles.append(module.register_state_dict_post_hook(serve))
 
     def remove(self) -> None:
         """Takes every guard back. Idempotent."""
-        while self._shadows:
-            module, name, previous = self._shadows.pop()
-            if previous is None:
-                vars(module).pop(name, None)
-            else:
-                object.__setattr__(module, name, previous)
+        self._shadows.remove()
         while self._handles:
             self._handles.pop().remove()
-
-    def _shadow(self, module: nn.Module, name: str, replacement: Callable) -> None:
-        # An instance attribute, which is found before the class's method; classes stay as they are.
-        self._shadows.append((module, name, vars(module).get(name)))
-        object.__setattr__(module, name, replacement)
 
 
 def find_guard(module: nn.Module) -> ApplyGuard | None:
@@ -122,15 +115,6 @@ def find_guard(module: nn.Module) -> ApplyGuard | None:
 def is_guarded(module: nn.Module) -> bool:
     """Whether a module is part of a component that is offloaded."""
     return find_guard(module) is not None
-
-
-def refusal(what: str, name: str, reason: str) -> Callable:
-    """A method that raises, saying what is refused while `what` streams, and why."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise ValueError(f"'{name}' is refused while {what} is under distributed layerwise offload: {reason}.")
-
-    return refuse
 
 
 class ApplyGuard:

@@ -19,6 +19,7 @@ from torch import nn
 from .adapters import adapter_names, take_out, tuner_layers
 from .managed_tensor import ManagedTensor
 from .placeholder_guard import PlaceholderGuard
+from .shadows import Shadows
 from .tensor_utils import SMALL_BUFFER_NBYTES, put
 from .units import Component
 
@@ -183,21 +184,15 @@ class PipelineLoaderGuards:
     def __init__(self, pipeline: Any, find: Callable[[nn.Module], LoaderGuard | None]) -> None:
         self._pipeline = weakref.ref(pipeline)  # one that the user drops has to be free to go
         self._find = find
-        self._shadows: list[tuple[str, Callable]] = []
+        self._shadows = Shadows()
         for names, make in ((_LOADERS_ON_PIPELINE, self._watched), (_VOCABULARY_ON_PIPELINE, self._checked)):
             for name in names:
                 if callable(getattr(pipeline, name, None)):
-                    guard = make(name, getattr(type(pipeline), name))
-                    object.__setattr__(pipeline, name, guard)
-                    self._shadows.append((name, guard))
+                    self._shadows.put(pipeline, name, make(name, getattr(type(pipeline), name)))
 
     def remove(self) -> None:
         """Takes them back. Idempotent."""
-        pipeline = self._pipeline()
-        while self._shadows:
-            name, guard = self._shadows.pop()
-            if pipeline is not None and vars(pipeline).get(name) is guard:
-                del vars(pipeline)[name]
+        self._shadows.remove()
 
     def _watched(self, name: str, original: Callable) -> Callable:
         @functools.wraps(original)
