@@ -27,12 +27,13 @@ from .tensor_utils import OwnedTensor
 from .units import Component, Unit
 
 
-_HANDLE = "_distributed_layerwise_offload_handle"
+HANDLE = "_distributed_layerwise_offload_handle"
+"""The attribute of a module or pipeline that holds its `OffloadHandle`."""
 
 
 def get_handle(module: nn.Module) -> Any:
     """The `OffloadHandle` of a module that is offloaded, or None."""
-    return vars(unwrap_module(module)).get(_HANDLE)
+    return vars(unwrap_module(module)).get(HANDLE)
 
 
 class Attachment:
@@ -114,7 +115,7 @@ class Attachment:
         self._guards.attach()
         self._hooks = ComponentHooks(self._engine, self.component, self.module, self._unit_modules)
         self._hooks.attach(on_removal)
-        object.__setattr__(self.module, _HANDLE, handle)
+        object.__setattr__(self.module, HANDLE, handle)
         # A pipeline that is dropped without disabling gives its memory back too. At exit there is nothing to give
         # back.
         self._finalizer = weakref.finalize(self.module, self._engine.discard, self.component)
@@ -136,7 +137,7 @@ class Attachment:
         Raises:
             `RuntimeError`: some weights are lost; they are empty now, so that any use of them raises.
         """
-        vars(self.module).pop(_HANDLE, None)
+        vars(self.module).pop(HANDLE, None)
         if self._finalizer is not None:
             self._finalizer.detach()
         if self._hooks is not None:

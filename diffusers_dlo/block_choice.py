@@ -14,7 +14,7 @@ from .tensor_utils import nbytes_of, owned_tensors
 
 
 Container = (nn.ModuleList, nn.ModuleDict)
-"What holds modules and is never called itself."
+"""What holds modules and is never called itself."""
 
 
 def choose_blocks(model: nn.Module, lists: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

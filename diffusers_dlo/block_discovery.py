@@ -108,20 +108,14 @@ def select_components(
     Raises:
         `ValueError`: a name that is no component, nothing to stream, or a component without blocks.
     """
-    unique: dict[str, nn.Module] = {}
-    for name, module in modules.items():
-        if all(module is not other for other in unique.values()):
-            unique[name] = module
+    unique = _each_once(modules)
     if names is not None:
         if isinstance(names, str) or not names:
             raise ValueError(f"'components' must be a list of component names, got {names!r}.")
         for name in names:
             if name not in modules:
                 raise ValueError(f"'{name}' is not a component with weights; this pipeline has: {', '.join(modules)}.")
-        denoisers: dict[str, nn.Module] = {}
-        for name in names:
-            if all(modules[name] is not other for other in denoisers.values()):
-                denoisers[name] = modules[name]
+        denoisers = _each_once({name: modules[name] for name in names})
     else:
         denoisers = {
             name: module
@@ -151,6 +145,15 @@ def select_components(
     placed = {name: m for name, m in unique.items() if all(m is not other for other in streamed.values())}
     named_encoders = {name for name, module in streamed.items() if _is_text_encoder(module)}
     return Selection(streamed, frozenset(named_encoders), placed)
+
+
+def _each_once(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Every module under the first of its names."""
+    found: dict[str, nn.Module] = {}
+    for name, module in modules.items():
+        if all(module is not other for other in found.values()):
+            found[name] = module
+    return found
 
 
 def _is_text_encoder(module: nn.Module) -> bool:

@@ -1,8 +1,7 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
 Owns what stands between users and weights that are not there: methods that would read, cast or save placeholders are
-served from the host store or refused with a reason, and operations on a placeholder are noticed. Must not move
-weights.
+served from the host store or refused with a reason. Must not move weights.
 """
 
 from __future__ import annotations
@@ -10,24 +9,21 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from diffusers import TensorParallelConfig
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .loader_guards import LoaderGuard
 from .managed_tensor import ManagedTensor
+from .placeholder_guard import RE_POINTING, PlaceholderGuard, find_placeholders
+from .shadows import Shadows, refusal
 from .tensor_utils import of_kind
 from .units import Component, Unit
-from .wrapped_tensor import inner_tensors, is_wrapper, plain_tensors, rewrap
-
-
-if TYPE_CHECKING:
-    from .loader_guards import LoaderGuard
+from .wrapped_tensor import inner_tensors, is_wrapper, rewrap
 
 
 _REFUSED_ON_MODEL = {
@@ -42,15 +38,8 @@ _REFUSED_ON_MODEL = {
     "__reduce_ex__": "what is pickled would hold placeholders. Save with save_pretrained, or disable first",
 }
 
-
-_RE_POINTING = frozenset({torch.ops.aten._has_compatible_shallow_copy_type.default})
-"""What `.data =` dispatches: it reads no value."""
-_SAVING = _RE_POINTING | {torch.ops.aten.detach.default}
+_SAVING = RE_POINTING | {torch.ops.aten.detach.default}
 _CONVERTED = "while it is saved, by a class that converts it. Disable the offload first"
-_OUTSIDE = (
-    "outside its block's turn, when its weights are not on the device. Name the ModuleLists that can stream with "
-    "blocks=[...], or leave this component out with components=[...]"
-)
 
 
 class Guards:
@@ -69,7 +58,7 @@ class Guards:
         self._root = root
         self._device = device
         self._loaders = loaders
-        self._shadows: list[tuple[nn.Module, str, Any]] = []
+        self._shadows = Shadows()
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -77,19 +66,22 @@ class Guards:
         component, root, device = self._component, self._root, self._device
         for name, reason in _REFUSED_ON_MODEL.items():
             if name.startswith("__") or callable(getattr(root, name, None)):
-                self._shadow(root, name, refusal(f"'{component.name}'", name, reason))
+                self._shadows.put(root, name, refusal(f"'{component.name}'", name, reason))
         for name, replacement in self._loaders.replacements().items():
-            self._shadow(root, name, replacement)
-        managed = {id(tensor.born) for unit in component.units for tensor in unit.tensors}
+            self._shadows.put(root, name, replacement)
+        managed = component.stand_ins
         for module in root.modules():  # what the model's own method, and some loaders of adapters, call
-            if callable(getattr(module, "fuse_projections", None)) and managed & {id(p) for p in module.parameters()}:
+            fuses = callable(getattr(module, "fuse_projections", None))
+            if fuses and any(id(parameter) in managed for parameter in module.parameters()):
                 reason = _REFUSED_ON_MODEL["fuse_qkv_projections"]
-                self._shadow(module, "fuse_projections", refusal(f"'{component.name}'", "fuse_projections", reason))
+                self._shadows.put(
+                    module, "fuse_projections", refusal(f"'{component.name}'", "fuse_projections", reason)
+                )
         files = component.store.plan.files
         if files and callable(getattr(root, "save_pretrained", None)):
-            self._shadow(root, "save_pretrained", _save_guard(component.name, root, files))
+            self._shadows.put(root, "save_pretrained", _save_guard(component.name, root, files))
         if callable(getattr(root, "enable_parallelism", None)):
-            self._shadow(root, "enable_parallelism", _parallelism_guard(component.name, root))
+            self._shadows.put(root, "enable_parallelism", _parallelism_guard(component.name, root))
         owned: dict[int, tuple[nn.Module, list[ManagedTensor]]] = {}
         for unit in component.units:
             for tensor in unit.tensors:
@@ -97,31 +89,21 @@ class Guards:
                     owned.setdefault(id(owner.module), (owner.module, []))[1].append(tensor)
         everything = [tensor for unit in component.units for tensor in unit.tensors]
         serve, saving = _serve_state_dict(component, self._loaders), PlaceholderGuard(component, _SAVING, _CONVERTED)
-        self._shadow(root, "_apply", ApplyGuard(component.name, root, everything, device, is_root=True))
+        self._shadows.put(root, "_apply", ApplyGuard(component.name, root, everything, device, is_root=True))
         for module, tensors in owned.values():
             if module is not root:
-                self._shadow(module, "_apply", ApplyGuard(component.name, module, tensors, device, is_root=False))
+                self._shadows.put(module, "_apply", ApplyGuard(component.name, module, tensors, device, is_root=False))
                 for name in ("__deepcopy__", "__reduce_ex__"):
-                    self._shadow(module, name, refusal(f"'{component.name}'", name, _REFUSED_ON_MODEL[name]))
+                    self._shadows.put(module, name, refusal(f"'{component.name}'", name, _REFUSED_ON_MODEL[name]))
             if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
-                self._shadow(module, "_save_to_state_dict", _save_guarded(module, saving))
+                self._shadows.put(module, "_save_to_state_dict", _save_guarded(module, saving))
             self._handles.append(module.register_state_dict_post_hook(serve))
 
     def remove(self) -> None:
         """Takes every guard back. Idempotent."""
-        while self._shadows:
-            module, name, previous = self._shadows.pop()
-            if previous is None:
-                vars(module).pop(name, None)
-            else:
-                object.__setattr__(module, name, previous)
+        self._shadows.remove()
         while self._handles:
             self._handles.pop().remove()
-
-    def _shadow(self, module: nn.Module, name: str, replacement: Callable) -> None:
-        # An instance attribute, which is found before the class's method; classes stay as they are.
-        self._shadows.append((module, name, vars(module).get(name)))
-        object.__setattr__(module, name, replacement)
 
 
 def find_guard(module: nn.Module) -> ApplyGuard | None:
@@ -133,15 +115,6 @@ def find_guard(module: nn.Module) -> ApplyGuard | None:
 def is_guarded(module: nn.Module) -> bool:
     """Whether a module is part of a component that is offloaded."""
     return find_guard(module) is not None
-
-
-def refusal(what: str, name: str, reason: str) -> Callable:
-    """A method that raises, saying what is refused while `what` streams, and why."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise ValueError(f"'{name}' is refused while {what} is under distributed layerwise offload: {reason}.")
-
-    return refuse
 
 
 class ApplyGuard:
@@ -254,21 +227,12 @@ def _save_guard(name: str, root: nn.Module, files: Sequence[str]) -> Callable:
     return save_pretrained
 
 
-def _placeholders(component: Component) -> dict[int, tuple[Unit, int]]:
-    """What each placeholder of a component stands for, by its storage."""
-    return {
-        tensor.placeholder.untyped_storage()._cdata: (unit, index)
-        for unit in component.units
-        for index, tensor in enumerate(unit.tensors)
-    }
-
-
 def _serve_state_dict(component: Component, loaders: LoaderGuard) -> Callable:
     """
     A `state_dict` hook that puts values from the host store in place of placeholders, under whatever names a module
     saves them; without a copy, and not to be written to.
     """
-    placeholders = _placeholders(component)
+    placeholders = find_placeholders(component)
 
     def find(tensor: torch.Tensor) -> tuple[Unit, int] | None:
         at = placeholders.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
@@ -311,47 +275,3 @@ def _save_guarded(module: nn.Module, guard: PlaceholderGuard) -> Callable:
             original(module, *args, **kwargs)
 
     return save
-
-
-class PlaceholderGuard(TorchDispatchMode):
-    """
-    Raises when an operation reads the placeholder of a managed tensor, naming it. NaNs are no reliable alarm: a
-    comparison swallows them, an integer has none.
-
-    Args:
-        allowed (`Collection`): operations that read no value; nor do those whose result is on the meta device.
-        when (`str`): the end of the message: when it was read, and the way out.
-        keep (`Callable`, *optional*): called first with a leaf whose placeholder is read; it may be there after that.
-    """
-
-    def __init__(
-        self,
-        component: Component,
-        allowed: Collection[Any] = _RE_POINTING,
-        when: str = _OUTSIDE,
-        keep: Callable[[Unit], None] | None = None,
-    ) -> None:
-        super().__init__()
-        self._component = component
-        self._allowed = allowed
-        self._when = when
-        self._keep = keep
-        self._placeholders = _placeholders(component)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        reads = func not in self._allowed and str((kwargs or {}).get("device")) != "meta"
-        for operand in tree_leaves((args, kwargs)) if reads else ():
-            if not isinstance(operand, torch.Tensor) or operand.layout != torch.strided:
-                continue
-            for plain in plain_tensors(operand):
-                found = self._find(plain)
-                if found is not None and self._keep is not None and found[0].layout.is_leaf:
-                    self._keep(found[0])
-                    found = self._find(plain)  # a view that was made before is still one of the placeholder
-                if found is not None:
-                    name = f"'{found[0].tensors[found[1]].name}' of '{self._component.name}'"
-                    raise RuntimeError(f"{name} was read {self._when} ({func}).")
-        return func(*args, **(kwargs or {}))
-
-    def _find(self, operand: torch.Tensor) -> tuple[Unit, int] | None:
-        return self._placeholders.get(operand.untyped_storage()._cdata)

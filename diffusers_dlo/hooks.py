@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from diffusers.utils import logging
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .adapters import adapter_configs, same_objects
 from .byte_size import format_bytes
 from .compilation import (
     WHY_DISABLED,
@@ -31,9 +31,9 @@ from .compilation import (
 )
 from .distributed.companions import find_companions
 from .engine import Engine
-from .guards import PlaceholderGuard
+from .first_forward import FirstForward
 from .interrupts import interrupts
-from .loader_guards import adapter_configs, refuse_adapters_of_placeholders, same_objects
+from .loader_guards import refuse_adapters_of_placeholders
 from .marker import put_marker, remove_marker
 from .outputs import own_output
 from .step_caches import acquire_inside, give_back_references, has_hooks, is_acquired_inside
@@ -75,7 +75,7 @@ class ComponentHooks:
         }
         self._inside: list[tuple[nn.Module, dict[str, Any]]] = []
         self._hooked: set[int] = set()
-        self._first: _FirstForward | None = None
+        self._first: FirstForward | None = None
         self._checked = self._compiled_checked = self._unwatched = False
         self._compiled: CompiledParts | None = None
         self._adapters = adapter_configs(root)
@@ -230,7 +230,7 @@ class ComponentHooks:
         self._unwatched = any(id(module) not in inside for module in compiled)
         if not self._unwatched:
             with interrupts:
-                self._first = _FirstForward(self._component, self._acquire_submodule, self._keep_leaf, bool(compiled))
+                self._first = FirstForward(self._component, self._acquire_submodule, self._keep_leaf, bool(compiled))
 
     def _end_checks(self, output: Any) -> None:
         """A forward has returned `output`, or raised if that is None."""
@@ -268,76 +268,6 @@ class ComponentHooks:
             f"'{leaf.layout.name}' of '{leaf.component}' is used without being called, so its "
             f"{format_bytes(leaf.layout.nbytes)} stay on the device."
         )
-
-
-class _FirstForward:
-    """
-    What is active during the first forward: a global hook on module calls, and, while no block computes, the guard on
-    placeholders. Not inside blocks: dynamo gives up for good on what it meets under such a guard, and where blocks are
-    `compiled`, it would compile them for the hook. Interrupts are deferred while these go on and off: both are kept by
-    torch, which would not take back one of them alone.
-    """
-
-    def __init__(
-        self,
-        component: Component,
-        on_call: Callable[[nn.Module], None],
-        keep: Callable[[Unit], None],
-        compiled: bool,
-    ) -> None:
-        self._on_call = on_call
-        self._keep = keep
-        self._compiled = compiled
-        self._handle = self._hook_calls()
-        self._component = component
-        self._thread = threading.get_ident()
-        self._guard: PlaceholderGuard | None = None
-        self._inside: set[Unit] = set()
-        self._watch()
-
-    def suspend(self, unit: Unit) -> None:
-        """A unit computes."""
-        if threading.get_ident() == self._thread:
-            with interrupts:
-                self._inside.add(unit)
-                self._unwatch()
-
-    def resume(self, unit: Unit) -> None:
-        """A unit has computed, unless the call was one inside another of itself, or was refused to a second thread."""
-        if unit.held or threading.get_ident() != self._thread:
-            return
-        with interrupts:
-            self._inside.discard(unit)
-            if not self._inside:
-                self._watch()
-
-    def close(self) -> None:
-        """Ends it all."""
-        self._unwatch()
-        self._handle.remove()
-
-    def _hook_calls(self) -> RemovableHandle:
-        @torch.compiler.disable(reason=WHY_DISABLED)
-        def pre(module: nn.Module, args: tuple) -> None:
-            self._on_call(module)
-
-        return register_module_forward_pre_hook(pre)
-
-    def _watch(self) -> None:
-        if self._guard is None:
-            self._guard = PlaceholderGuard(self._component, keep=self._keep)
-            self._guard.__enter__()
-            if self._compiled:
-                self._handle.remove()
-                self._handle = self._hook_calls()
-
-    def _unwatch(self) -> None:
-        # The stack of guards belongs to a thread, and goes with it.
-        if self._guard is not None and threading.get_ident() == self._thread:
-            self._guard.__exit__(None, None, None)
-            if self._compiled:
-                self._handle.remove()
-        self._guard = None
 
 
 def _refuse_grad(unit: Unit, needs_grad: bool) -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from diffusers.utils import is_peft_available, recurse_remove_peft_layers
 from torch import nn
 
-from .guards import PlaceholderGuard
+from .adapters import adapter_names, take_out, tuner_layers
 from .managed_tensor import ManagedTensor
+from .placeholder_guard import PlaceholderGuard
+from .shadows import Shadows
 from .tensor_utils import SMALL_BUFFER_NBYTES, put
 from .units import Component
 
@@ -74,14 +75,14 @@ class LoaderGuard:
         Raises:
             `RuntimeError`: it reads a placeholder. It is undone, as it is where it raises something else.
         """
-        before = _adapter_names(self._root)
+        before = adapter_names(self._root)
         self._loading += 1
         self._loading_model += names_only
         try:
             with PlaceholderGuard(self._component, _NO_VALUE, _BY_A_LOADER):
                 yield
         except BaseException:
-            _take_out(self._root, before)
+            take_out(self._root, before)
             raise
         finally:
             self._loading -= 1
@@ -161,7 +162,7 @@ class LoaderGuard:
 
     def _streamed(self, state_dict: Mapping[str, Any]) -> dict[str, ManagedTensor]:
         """Which of the names are those of streamed tensors, by the names they have now: adapters rename."""
-        managed = {id(h): tensor for unit in self._component.units for tensor in unit.tensors for h in tensor.held}
+        managed = self._component.stand_ins
         found = {}
         for path, module in self._root.named_modules():
             for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -183,21 +184,15 @@ class PipelineLoaderGuards:
     def __init__(self, pipeline: Any, find: Callable[[nn.Module], LoaderGuard | None]) -> None:
         self._pipeline = weakref.ref(pipeline)  # one that the user drops has to be free to go
         self._find = find
-        self._shadows: list[tuple[str, Callable]] = []
+        self._shadows = Shadows()
         for names, make in ((_LOADERS_ON_PIPELINE, self._watched), (_VOCABULARY_ON_PIPELINE, self._checked)):
             for name in names:
                 if callable(getattr(pipeline, name, None)):
-                    guard = make(name, getattr(type(pipeline), name))
-                    object.__setattr__(pipeline, name, guard)
-                    self._shadows.append((name, guard))
+                    self._shadows.put(pipeline, name, make(name, getattr(type(pipeline), name)))
 
     def remove(self) -> None:
         """Takes them back. Idempotent."""
-        pipeline = self._pipeline()
-        while self._shadows:
-            name, guard = self._shadows.pop()
-            if pipeline is not None and vars(pipeline).get(name) is guard:
-                del vars(pipeline)[name]
+        self._shadows.remove()
 
     def _watched(self, name: str, original: Callable) -> Callable:
         @functools.wraps(original)
@@ -227,16 +222,6 @@ class PipelineLoaderGuards:
         return load
 
 
-def adapter_configs(root: nn.Module) -> tuple[object, ...]:
-    """The configurations of the PEFT adapters of a model, which tell whether others came or went."""
-    return tuple((getattr(root, "peft_config", None) or {}).values())
-
-
-def same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether two sequences hold the same objects in the same order."""
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others))
-
-
 def refuse_adapters_of_placeholders(root: nn.Module, component: Component) -> None:
     """
     Refuses adapters that functions which cannot be guarded, PEFT's own for one, made from placeholders: these are NaN,
@@ -245,10 +230,10 @@ def refuse_adapters_of_placeholders(root: nn.Module, component: Component) -> No
     Raises:
         `RuntimeError`: naming the layer.
     """
-    streamed = {id(held) for unit in component.units for tensor in unit.tensors for held in tensor.held}
+    streamed = component.stand_ins
     found = [
         (path, tensor)
-        for path, layer in _tuner_layers(root)
+        for path, layer in tuner_layers(root)
         for tensor in layer.parameters()
         if id(tensor) not in streamed and tensor.is_floating_point() and not tensor.is_meta
     ]
@@ -268,33 +253,3 @@ def _may_stay(tensor: ManagedTensor, value: Any) -> bool:
     born = tensor.born
     small = born.numel() * born.element_size() <= SMALL_BUFFER_NBYTES and len(tensor.held) == 1
     return small and isinstance(value, torch.Tensor) and value.shape == born.shape
-
-
-def _tuner_layers(root: nn.Module) -> list[tuple[str, Any]]:
-    if not is_peft_available():
-        return []
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return [(path, module) for path, module in root.named_modules() if isinstance(module, BaseTunerLayer)]
-
-
-def _adapter_names(root: nn.Module) -> set[str]:
-    return {
-        name
-        for _, layer in _tuner_layers(root)
-        for attribute in layer.adapter_layer_names
-        for name in getattr(layer, attribute, ())
-    }
-
-
-def _take_out(root: nn.Module, before: set[str]) -> None:
-    """Takes out adapters that were not there before; they may be in some layers only."""
-    if not before and _tuner_layers(root):
-        recurse_remove_peft_layers(root)
-        vars(root).pop("peft_config", None)
-        root._hf_peft_config_loaded = False  # type: ignore[assignment]
-        return
-    for name in _adapter_names(root) - before:
-        for _, layer in _tuner_layers(root):
-            layer.delete_adapter(name)
-        getattr(root, "peft_config", {}).pop(name, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable
 from types import FrameType, MethodType
 from typing import Any
@@ -19,7 +18,8 @@ from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
 from .device.onload import is_same_device
-from .guards import find_guard, refusal
+from .guards import find_guard
+from .shadows import Shadows, refusal
 
 
 _REFUSED = {
@@ -44,29 +44,20 @@ class PipelineGuards:
     """
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
-        # Held weakly: a component that the user drops has to be free to go.
-        self._shadows: list[tuple[weakref.ref, str, weakref.ref]] = []
+        self._shadows = Shadows()
         for name, reason in _REFUSED.items():
             if callable(getattr(pipeline, name, None)):
-                self._shadow(pipeline, name, refusal("this pipeline", name, reason))
+                self._shadows.put(pipeline, name, refusal("this pipeline", name, reason))
         if callable(getattr(pipeline, "enable_model_cpu_offload", None)):
-            self._shadow(pipeline, "enable_model_cpu_offload", _model_offload(pipeline, device))
+            self._shadows.put(pipeline, "enable_model_cpu_offload", _model_offload(pipeline, device))
         for component in _modules(pipeline):
             if not _streams(component) and "_apply" not in vars(component):
                 # A bound method, so that a copy of the component has its own, and what is pickled the class's.
-                self._shadow(component, "_apply", MethodType(_apply, component))
+                self._shadows.put(component, "_apply", MethodType(_apply, component))
 
     def remove(self) -> None:
         """Takes every guard back. Idempotent."""
-        while self._shadows:
-            find_owner, name, find_shadow = self._shadows.pop()
-            owner, guard = find_owner(), find_shadow()
-            if owner is not None and guard is not None and vars(owner).get(name) is guard:
-                del vars(owner)[name]
-
-    def _shadow(self, owner: Any, name: str, guard: Callable) -> None:
-        object.__setattr__(owner, name, guard)
-        self._shadows.append((weakref.ref(owner), name, weakref.ref(guard)))
+        self._shadows.remove()
 
 
 def _model_offload(pipeline: Any, onload_device: torch.device) -> Callable:

@@ -12,14 +12,11 @@ from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
 from .api import OffloadHandle, apply_distributed_layerwise_offload, enable, remove_distributed_layerwise_offload
-from .attachment import get_handle
+from .attachment import HANDLE, get_handle
 from .config import DistributedLayerwiseOffloadConfig
 from .loader_guards import LoaderGuard, PipelineLoaderGuards
 from .pipeline_guards import PipelineGuards
 from .selection import select
-
-
-_HANDLE = "_distributed_layerwise_offload_handle"
 
 
 class DistributedLayerwiseOffloadMixin:
@@ -59,7 +56,7 @@ class DistributedLayerwiseOffloadMixin:
         handle = enable(lambda resolved: select(self, resolved, components), config, overrides)
         handle.on_removal(PipelineGuards(self, handle.device).remove)
         handle.on_removal(PipelineLoaderGuards(self, _loaders_of).remove)
-        vars(self)[_HANDLE] = handle  # also when the component is exchanged for another meanwhile
+        vars(self)[HANDLE] = handle  # also when the component is exchanged for another meanwhile
         return handle
 
     def disable_distributed_layerwise_offload(self) -> None:
@@ -73,7 +70,7 @@ class DistributedLayerwiseOffloadMixin:
     @property
     def distributed_layerwise_offload(self) -> OffloadHandle | None:
         """The handle of the offload in force, or None."""
-        own: OffloadHandle | None = vars(self).get(_HANDLE)
+        own: OffloadHandle | None = vars(self).get(HANDLE)
         if own is not None and own.enabled:
             return own
         for component in self.components.values():

@@ -59,16 +59,12 @@ class ComputedInside:
 
     Args:
         reference (`HookFunctionReference`): the registry's own.
-        begin (`Callable`): called with the arguments, before. `end` (`Callable`): called with the output, None where
-        it raised, after; if it returns another one, that is the output.
+        begin (`Callable`): called with the arguments, before.
+        end (`Callable`): called with the output, None where it raised, after; if it returns another one, that is the
+            output.
     """
 
-    def __init__(
-        self,
-        reference: Any,
-        begin: Begin,
-        end: End,
-    ) -> None:
+    def __init__(self, reference: Any, begin: Begin, end: End) -> None:
         self.reference = reference
         self.begin = begin
         self._end = end
@@ -97,12 +93,7 @@ class ComputedInside:
         return self._end(output)
 
 
-def acquire_inside(
-    module: nn.Module,
-    begin: Begin,
-    end: End,
-    allowed: bool,
-) -> bool:
+def acquire_inside(module: nn.Module, begin: Begin, end: End, allowed: bool) -> bool:
     """
     Has `begin` and `end` called around the computing of `module`, if hooks decide about it and that is `allowed`; says
     whether it does. `module` is about to be called, and its hooks may have changed since the last time.

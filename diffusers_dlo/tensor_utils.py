@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from .adapters import adapter_modules
 from .casts import cast, pending_casts, run_dtype, run_nbytes, set_pending_casts
 from .owned_tensor import SIDE, OwnedTensor, Owner, owned_tensors, put
 from .quantized_parameter import has_own_memory, is_known_parameter
@@ -37,7 +38,7 @@ def partition_tensors(
     small buffer: forward may write to it in ways that leave no trace (batch norm does).
     """
     homes = _homes(module, units)
-    adapters = _adapter_modules(module)
+    adapters = adapter_modules(module)
     managed: list[list[OwnedTensor]] = [[] for _ in units]
     resident: list[OwnedTensor] = []
     every = owned_tensors(module)
@@ -104,22 +105,6 @@ def _homes(module: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[int,
             seen.add(home)
             todo += [(child, home) for child in current.children()]
     return homes
-
-
-def _adapter_modules(module: nn.Module) -> set[int]:
-    """The ids of modules that belong to PEFT adapters and not to the base layer they wrap."""
-    from diffusers.utils import is_peft_available
-
-    if not is_peft_available():
-        return set()
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    found: set[int] = set()
-    for layer in module.modules():
-        if isinstance(layer, BaseTunerLayer):
-            base = {id(m) for m in layer.get_base_layer().modules()}
-            found |= {id(m) for m in layer.modules() if id(m) not in base and m is not layer}
-    return found
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

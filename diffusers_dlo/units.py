@@ -239,6 +239,11 @@ class Component:
         """Its blocks, then its leaves."""
         return self.blocks + self.leaves
 
+    @property
+    def stand_ins(self) -> dict[int, ManagedTensor]:
+        """Which tensor of its units each stand-in in a module is for, by the stand-in's id."""
+        return {id(held): tensor for unit in self.units for tensor in unit.tensors for held in tensor.held}
+
     def find_change(self) -> str | None:
         """What has changed about the host's copy of its weights, None if nothing has."""
         try:

@@ -1,5 +1,4 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
-# Licensed under the Apache License, Version 2.0 (the "License"); http://www.apache.org/licenses/LICENSE-2.0
 """Tiny real models for the bit-equality tests.
 
 Every entry is the class that a pipeline loads, in a configuration small enough for a CPU (under a megabyte of
@@ -36,6 +35,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
+from tests.drawing import integers, sampler, uniform
+
 
 @dataclass(frozen=True)
 class Tiny:
@@ -59,22 +60,6 @@ _IN_MODEL_DTYPE = frozenset(
         "vision_tokens",
     }
 )
-
-
-def _draw(seed: int) -> Callable[..., torch.Tensor]:
-    """A normal sampler over one CPU generator: the draws of a call depend on its seed and order alone."""
-    generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(*shape, generator=generator)
-
-
-def _uniform(seed: int, low: float, high: float, count: int = 1) -> torch.Tensor:
-    """Timesteps, from a stream of their own so that adding a normal draw above does not move them."""
-    generator = torch.Generator().manual_seed(seed + 1_000_003)
-    return low + (high - low) * torch.rand(count, generator=generator)
-
-
-def _token_ids(seed: int, low: int, high: int, *shape: int) -> torch.Tensor:
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 # ---------------------------------------------------------------------------------------------- diffusers transformers
@@ -103,7 +88,7 @@ def _cosmos3(num_blocks: int) -> nn.Module:
 def _cosmos3_inputs(seed: int) -> dict[str, Any]:
     # Image-to-video with sound: text, then 3 latent frames of 2 x 3 patches of which frame 0 is the given image, then
     # 4 sound latents. Sound runs on the clock of the video, both a modality margin behind the text.
-    draw = _draw(seed)
+    normal = sampler(seed)
     text, frames, rows, cols, sound = 7, 3, 2, 3, 4
     per_frame = rows * cols
     vision = frames * per_frame
@@ -122,20 +107,20 @@ def _cosmos3_inputs(seed: int) -> dict[str, Any]:
     )
     sound_positions = torch.stack([sound_positions, torch.zeros(sound), torch.zeros(sound)])
 
-    timestep = _uniform(seed, 100.0, 900.0).item()
+    timestep = uniform(seed, 100.0, 900.0).item()
     return {
-        "input_ids": _token_ids(seed, 0, 64, text),
+        "input_ids": integers(seed, 0, 64, text),
         "text_indexes": torch.arange(text),
         "position_ids": torch.cat([text_positions, vision_positions, sound_positions], dim=1),
         "und_len": text,
         "sequence_length": text + vision + sound,
-        "vision_tokens": [draw(1, 4, frames, 2 * rows, 2 * cols)],
+        "vision_tokens": [normal(1, 4, frames, 2 * rows, 2 * cols)],
         "vision_token_shapes": [(frames, rows, cols)],
         "vision_sequence_indexes": torch.arange(text, text + vision),
         "vision_mse_loss_indexes": torch.arange(text + per_frame, text + vision),
         "vision_timesteps": torch.full((vision - per_frame,), timestep),
         "vision_noisy_frame_indexes": [torch.arange(1, frames)],
-        "sound_tokens": [draw(6, sound)],
+        "sound_tokens": [normal(6, sound)],
         "sound_token_shapes": [(sound, 1, 1)],
         "sound_sequence_indexes": torch.arange(text + vision, text + vision + sound),
         "sound_mse_loss_indexes": torch.arange(text + vision, text + vision + sound),
@@ -161,11 +146,11 @@ def _wan(num_blocks: int) -> nn.Module:
 
 
 def _wan_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw(1, 4, 2, 4, 6),
-        "timestep": _uniform(seed, 100.0, 900.0).long(),
-        "encoder_hidden_states": draw(1, 6, 20),
+        "hidden_states": normal(1, 4, 2, 4, 6),
+        "timestep": uniform(seed, 100.0, 900.0).long(),
+        "encoder_hidden_states": normal(1, 6, 20),
         "return_dict": False,
     }
 
@@ -186,15 +171,15 @@ def _flux(num_blocks: int) -> nn.Module:
 
 
 def _flux_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     rows, cols, text = 3, 4, 5
     grid = torch.cartesian_prod(torch.arange(rows), torch.arange(cols)).float()
     return {
-        "hidden_states": draw(1, rows * cols, 16),
-        "timestep": _uniform(seed, 0.1, 0.9),
+        "hidden_states": normal(1, rows * cols, 16),
+        "timestep": uniform(seed, 0.1, 0.9),
         "guidance": torch.tensor([3.5]),
-        "pooled_projections": draw(1, 20),
-        "encoder_hidden_states": draw(1, text, 24),
+        "pooled_projections": normal(1, 20),
+        "encoder_hidden_states": normal(1, text, 24),
         "txt_ids": torch.zeros(text, 3),
         "img_ids": torch.cat([torch.zeros(rows * cols, 1), grid], dim=1),
         "return_dict": False,
@@ -221,13 +206,13 @@ def _sd3(num_blocks: int) -> nn.Module:
 
 
 def _sd3_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     # Batch 2: SD3 sends the unconditional and the conditional prompt through in one call.
     return {
-        "hidden_states": draw(1, 4, 8, 6).repeat(2, 1, 1, 1),
-        "timestep": _uniform(seed, 100.0, 900.0).expand(2),
-        "encoder_hidden_states": draw(2, 5, 24),
-        "pooled_projections": draw(2, 20),
+        "hidden_states": normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
+        "timestep": uniform(seed, 100.0, 900.0).expand(2),
+        "encoder_hidden_states": normal(2, 5, 24),
+        "pooled_projections": normal(2, 20),
         "return_dict": False,
     }
 
@@ -246,11 +231,11 @@ def _qwenimage(num_blocks: int) -> nn.Module:
 
 
 def _qwenimage_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw(1, 12, 16),
-        "timestep": _uniform(seed, 0.1, 0.9),
-        "encoder_hidden_states": draw(1, 6, 24),
+        "hidden_states": normal(1, 12, 16),
+        "timestep": uniform(seed, 0.1, 0.9),
+        "encoder_hidden_states": normal(1, 6, 24),
         # A padded prompt, because the mask takes another attention path than no mask.
         "encoder_hidden_states_mask": torch.tensor([[1, 1, 1, 1, 0, 0]]),
         "img_shapes": [[(1, 3, 4)]],
@@ -272,12 +257,12 @@ def _ltx(num_blocks: int) -> nn.Module:
 
 
 def _ltx_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     frames, rows, cols = 2, 3, 4
     return {
-        "hidden_states": draw(2, frames * rows * cols, 8),
-        "encoder_hidden_states": draw(2, 6, 24),
-        "timestep": _uniform(seed, 100.0, 900.0).expand(2),
+        "hidden_states": normal(2, frames * rows * cols, 8),
+        "encoder_hidden_states": normal(2, 6, 24),
+        "timestep": uniform(seed, 100.0, 900.0).expand(2),
         "encoder_attention_mask": torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0]]),
         "num_frames": frames,
         "height": rows,
@@ -306,13 +291,13 @@ def _hunyuanvideo(num_blocks: int) -> nn.Module:
 
 
 def _hunyuanvideo_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw(1, 4, 2, 4, 6),
-        "timestep": _uniform(seed, 100.0, 900.0),
-        "encoder_hidden_states": draw(1, 6, 24),
+        "hidden_states": normal(1, 4, 2, 4, 6),
+        "timestep": uniform(seed, 100.0, 900.0),
+        "encoder_hidden_states": normal(1, 6, 24),
         "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]]),
-        "pooled_projections": draw(1, 20),
+        "pooled_projections": normal(1, 20),
         "guidance": torch.tensor([6000.0]),
         "return_dict": False,
     }
@@ -337,11 +322,11 @@ def _cogvideox(num_blocks: int) -> nn.Module:
 
 
 def _cogvideox_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw(2, 2, 4, 4, 6),
-        "encoder_hidden_states": draw(2, 6, 24),
-        "timestep": _uniform(seed, 100.0, 900.0).long().expand(2),
+        "hidden_states": normal(2, 2, 4, 4, 6),
+        "encoder_hidden_states": normal(2, 6, 24),
+        "timestep": uniform(seed, 100.0, 900.0).long().expand(2),
         "return_dict": False,
     }
 
@@ -369,7 +354,7 @@ def _minimaxh3(num_blocks: int) -> nn.Module:
 def _minimaxh3_inputs(seed: int) -> dict[str, Any]:
     # First-frame-to-video with sound, packed as text | keyframe | audio | video: 5 text rows, a 2 x 2 keyframe, stereo
     # audio of 3 latents a channel, and 2 frames of 2 x 2 rows. Three noise levels share the call.
-    draw = _draw(seed)
+    normal = sampler(seed)
     text, per_frame, frames, audio = 5, 4, 2, 3
     sizes = [text, per_frame, 2 * audio, frames * per_frame]
     length = sum(sizes)
@@ -393,10 +378,10 @@ def _minimaxh3_inputs(seed: int) -> dict[str, Any]:
     timestep_indices[audio_rows] = 1
     timestep_indices[key_rows] = 2
     return {
-        "hidden_states": draw(1, per_frame * (1 + frames), 16),
-        "audio_hidden_states": draw(1, 2 * audio, 6),
-        "encoder_hidden_states": draw(1, text, 24),
-        "timestep": torch.cat([_uniform(seed, 0.1, 0.9, 2), torch.tensor([0.98])]),
+        "hidden_states": normal(1, per_frame * (1 + frames), 16),
+        "audio_hidden_states": normal(1, 2 * audio, 6),
+        "encoder_hidden_states": normal(1, text, 24),
+        "timestep": torch.cat([uniform(seed, 0.1, 0.9, 2), torch.tensor([0.98])]),
         "timestep_indices": timestep_indices,
         "token_tags": token_tags,
         "position_ids": position_ids,
@@ -428,7 +413,7 @@ def _t5(num_blocks: int) -> nn.Module:
 
 
 def _t5_inputs(seed: int) -> dict[str, Any]:
-    ids = _token_ids(seed, 2, 64, 1, 9)
+    ids = integers(seed, 2, 64, 1, 9)
     ids[:, 6:] = torch.tensor([1, 0, 0])  # end of prompt, then padding
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
@@ -450,7 +435,7 @@ def _clip(num_blocks: int) -> nn.Module:
 
 
 def _clip_inputs(seed: int) -> dict[str, Any]:
-    ids = _token_ids(seed, 0, 62, 1, 9)
+    ids = integers(seed, 0, 62, 1, 9)
     ids[:, 0] = 62
     ids[:, 7:] = 63
     # SD3 and SDXL read a hidden state that is not the last one.
@@ -497,13 +482,13 @@ def _qwen2_5_vl(num_blocks: int) -> nn.Module:
 
 def _qwen2_5_vl_inputs(seed: int) -> dict[str, Any]:
     # An edit prompt: one image of 4 x 8 patches, which the vision tower merges into 2 x 4 tokens (two windows).
-    prompt = _token_ids(seed, 2, 60, 1, 8)
+    prompt = integers(seed, 2, 60, 1, 8)
     image = torch.tensor([[_QWEN_START] + [_QWEN_IMAGE] * 8 + [_QWEN_END]])
     ids = torch.cat([prompt[:, :3], image, prompt[:, 3:]], dim=1)
     return {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "pixel_values": _draw(seed)(4 * 8, 3 * 2 * 4 * 4),
+        "pixel_values": sampler(seed)(4 * 8, 3 * 2 * 4 * 4),
         "image_grid_thw": torch.tensor([[1, 4, 8]]),
         "output_hidden_states": True,
     }

@@ -48,7 +48,8 @@ from .collective_wait import CollectiveWait
 from .collective_watch import CollectiveWatch
 from .companions import find_conflict, missing_companions
 from .control import ControlMesh, GroupLost, RankLost, logger
-from .turn import Step, Turn
+from .turn import Turn
+from .turn_states import Step
 
 
 _IDLE_SECONDS = 0.5

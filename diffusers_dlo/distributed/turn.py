@@ -6,7 +6,6 @@ lock. Must not talk to other ranks: the service thread does ([Note: Ghost servic
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,23 +20,7 @@ from .ending import Ending
 from .farewell import Farewell
 from .presence import Presence
 from .process_end import in_forked_children
-
-
-class Owner(enum.Enum):
-    """Who fetches: nobody where no lap is open."""
-
-    NOBODY = enum.auto()
-    MAIN = enum.auto()
-    SERVICE = enum.auto()
-
-
-class Step(enum.Enum):
-    """What the service thread does next."""
-
-    STOP = enum.auto()
-    PAUSE = enum.auto()
-    WAIT = enum.auto()
-    ROUND = enum.auto()
+from .turn_states import Owner, Step
 
 
 class Turn(Ending):

@@ -34,8 +34,9 @@ from diffusers import (
 from diffusers.models.controlnets import MultiControlNetUnionModel
 from torch import nn
 
+from tests.drawing import sampler, uniform
 from tests.zoo import MODELS as TRANSFORMERS
-from tests.zoo import Tiny, _draw, _uniform
+from tests.zoo import Tiny
 
 from .unet_models import sdxl_inputs
 
@@ -82,7 +83,7 @@ def _sdxl(num_blocks: int) -> nn.Module:
 
 
 def _sdxl_inputs(seed: int) -> dict[str, Any]:
-    picture = _draw(seed + 7)(1, 3, 32, 32)
+    picture = sampler(seed + 7)(1, 3, 32, 32)
     return {**sdxl_inputs(seed), "controlnet_cond": picture.repeat(2, 1, 1, 1), "conditioning_scale": 0.7}
 
 
@@ -102,7 +103,7 @@ def _union(num_blocks: int) -> nn.Module:
 
 def _union_inputs(seed: int) -> dict[str, Any]:
     kwargs = _sdxl_inputs(seed)
-    pictures = [_draw(seed + 7 + kind)(1, 3, 32, 32).repeat(2, 1, 1, 1) for kind in range(2)]
+    pictures = [sampler(seed + 7 + kind)(1, 3, 32, 32).repeat(2, 1, 1, 1) for kind in range(2)]
     return {
         **kwargs,
         "controlnet_cond": pictures,
@@ -114,7 +115,7 @@ def _union_inputs(seed: int) -> dict[str, Any]:
 
 def _multi_union_inputs(seed: int) -> dict[str, Any]:
     kwargs = _sdxl_inputs(seed)
-    pictures = [_draw(seed + 7 + kind)(1, 3, 32, 32).repeat(2, 1, 1, 1) for kind in range(2)]
+    pictures = [sampler(seed + 7 + kind)(1, 3, 32, 32).repeat(2, 1, 1, 1) for kind in range(2)]
     return {
         **kwargs,
         "controlnet_cond": [[pictures[0]], [pictures[1]]],
@@ -138,12 +139,12 @@ def _sparse(num_blocks: int) -> nn.Module:
 
 
 def _sparse_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "sample": draw(2, 4, 3, 8, 8),
-        "timestep": _uniform(seed, 100.0, 900.0).long()[0],
-        "encoder_hidden_states": draw(2, 5, 20).repeat_interleave(3, dim=0),
-        "controlnet_cond": draw(2, 4, 3, 8, 8),
+        "sample": normal(2, 4, 3, 8, 8),
+        "timestep": uniform(seed, 100.0, 900.0).long()[0],
+        "encoder_hidden_states": normal(2, 5, 20).repeat_interleave(3, dim=0),
+        "controlnet_cond": normal(2, 4, 3, 8, 8),
         # The first frame alone is given.
         "conditioning_mask": torch.tensor([1.0, 0.0, 0.0]).view(1, 1, 3, 1, 1).expand(2, 1, 3, 8, 8),
         "conditioning_scale": 0.7,
@@ -170,12 +171,12 @@ def _xs(num_blocks: int) -> nn.Module:
 
 
 def _xs_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "sample": draw(1, 4, 8, 8).repeat(2, 1, 1, 1),
-        "timestep": _uniform(seed, 100.0, 900.0)[0],
-        "encoder_hidden_states": draw(2, 5, 20),
-        "controlnet_cond": draw(1, 3, 32, 32).repeat(2, 1, 1, 1),
+        "sample": normal(1, 4, 8, 8).repeat(2, 1, 1, 1),
+        "timestep": uniform(seed, 100.0, 900.0)[0],
+        "encoder_hidden_states": normal(2, 5, 20),
+        "controlnet_cond": normal(1, 3, 32, 32).repeat(2, 1, 1, 1),
         "conditioning_scale": 0.7,
         "return_dict": False,
     }
@@ -200,7 +201,7 @@ def _flux(num_blocks: int) -> nn.Module:
 def _flux_inputs(seed: int) -> dict[str, Any]:
     return {
         **TRANSFORMERS["flux"].inputs(seed),
-        "controlnet_cond": _draw(seed + 7)(1, 12, 16),
+        "controlnet_cond": sampler(seed + 7)(1, 12, 16),
         "controlnet_mode": torch.tensor([[seed % 3]]),
         "conditioning_scale": 0.7,
     }
@@ -223,7 +224,7 @@ def _sd3(num_blocks: int) -> nn.Module:
 
 
 def _sd3_inputs(seed: int) -> dict[str, Any]:
-    picture = _draw(seed + 7)(1, 5, 8, 6)
+    picture = sampler(seed + 7)(1, 5, 8, 6)
     return {
         **TRANSFORMERS["sd3"].inputs(seed),
         "controlnet_cond": picture.repeat(2, 1, 1, 1),
@@ -247,7 +248,7 @@ def _qwenimage(num_blocks: int) -> nn.Module:
 def _qwenimage_inputs(seed: int) -> dict[str, Any]:
     return {
         **TRANSFORMERS["qwenimage"].inputs(seed),
-        "controlnet_cond": _draw(seed + 7)(1, 12, 20),
+        "controlnet_cond": sampler(seed + 7)(1, 12, 20),
         "conditioning_scale": 0.7,
     }
 
@@ -268,12 +269,12 @@ def _sana(num_blocks: int) -> nn.Module:
 
 
 def _sana_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw(1, 4, 8, 8).repeat(2, 1, 1, 1),
-        "encoder_hidden_states": draw(2, 5, 20),
-        "timestep": _uniform(seed, 100.0, 900.0).expand(2),
-        "controlnet_cond": draw(1, 4, 8, 8).repeat(2, 1, 1, 1),
+        "hidden_states": normal(1, 4, 8, 8).repeat(2, 1, 1, 1),
+        "encoder_hidden_states": normal(2, 5, 20),
+        "timestep": uniform(seed, 100.0, 900.0).expand(2),
+        "controlnet_cond": normal(1, 4, 8, 8).repeat(2, 1, 1, 1),
         "conditioning_scale": 0.7,
         "encoder_attention_mask": torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]),
         "return_dict": False,
@@ -301,16 +302,16 @@ def _hunyuandit(num_blocks: int) -> nn.Module:
 
 
 def _hunyuandit_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     angles = torch.outer(torch.arange(16.0), torch.arange(1.0, 9.0)).repeat_interleave(2, dim=1)
     return {
-        "hidden_states": draw(1, 4, 8, 8).repeat(2, 1, 1, 1),
-        "timestep": _uniform(seed, 100.0, 900.0).expand(2),
-        "controlnet_cond": draw(1, 4, 8, 8).repeat(2, 1, 1, 1),
+        "hidden_states": normal(1, 4, 8, 8).repeat(2, 1, 1, 1),
+        "timestep": uniform(seed, 100.0, 900.0).expand(2),
+        "controlnet_cond": normal(1, 4, 8, 8).repeat(2, 1, 1, 1),
         "conditioning_scale": 0.7,
-        "encoder_hidden_states": draw(2, 4, 24),
+        "encoder_hidden_states": normal(2, 4, 24),
         "text_embedding_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]),
-        "encoder_hidden_states_t5": draw(2, 6, 16),
+        "encoder_hidden_states_t5": normal(2, 6, 16),
         "text_embedding_mask_t5": torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0]]),
         "image_meta_size": torch.tensor([[64.0, 64, 64, 64, 0, 0]] * 2),
         "style": torch.tensor([0, 0]),
@@ -336,12 +337,12 @@ def _cosmos(num_blocks: int) -> nn.Module:
 
 
 def _cosmos_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "controls_latents": draw(1, 4, 2, 8, 8),
-        "latents": draw(1, 4, 2, 8, 8),
-        "timestep": _uniform(seed, 0.1, 0.9),
-        "encoder_hidden_states": draw(1, 5, 24),
+        "controls_latents": normal(1, 4, 2, 8, 8),
+        "latents": normal(1, 4, 2, 8, 8),
+        "timestep": uniform(seed, 0.1, 0.9),
+        "encoder_hidden_states": normal(1, 5, 24),
         "condition_mask": torch.zeros(1, 1, 2, 8, 8),
         "conditioning_scale": 0.7,
         "padding_mask": torch.zeros(1, 1, 8, 8),
@@ -377,12 +378,12 @@ def _zimage(num_blocks: int) -> nn.Module:
 
 
 def _zimage_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "x": [draw(4, 1, 8, 8)],
-        "t": _uniform(seed, 0.1, 0.9),
-        "cap_feats": [draw(6, 24)],
-        "control_context": [draw(5, 1, 8, 8)],
+        "x": [normal(4, 1, 8, 8)],
+        "t": uniform(seed, 0.1, 0.9),
+        "cap_feats": [normal(6, 24)],
+        "control_context": [normal(5, 1, 8, 8)],
         "conditioning_scale": 0.7,
     }
 

@@ -64,7 +64,8 @@ from transformers import (
     XLMRobertaModel,
 )
 
-from tests.zoo import Tiny, _draw, _token_ids
+from tests.drawing import integers, sampler
+from tests.zoo import Tiny
 
 
 _VOCABULARY = 64
@@ -73,7 +74,7 @@ _IMAGE, _VIDEO, _START, _END = 60, 61, 62, 63
 
 def _prompt(seed: int) -> dict[str, Any]:
     """A padded prompt, of which the pipelines of large language models read a hidden state that is not the last."""
-    ids = _token_ids(seed, 3, 60, 1, 9)
+    ids = integers(seed, 3, 60, 1, 9)
     ids[:, 7:] = 0
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "output_hidden_states": True}
 
@@ -85,7 +86,7 @@ def _plain_prompt(seed: int) -> dict[str, Any]:
 
 
 def _picture(seed: int) -> dict[str, Any]:
-    return {"pixel_values": _draw(seed)(1, 3, 16, 16), "output_hidden_states": True}
+    return {"pixel_values": sampler(seed)(1, 3, 16, 16), "output_hidden_states": True}
 
 
 # Grouped-query attention, wider than the residual stream.
@@ -148,7 +149,7 @@ def _clip_text(num_blocks: int) -> nn.Module:
 
 
 def _clip_text_inputs(seed: int) -> dict[str, Any]:
-    ids = _token_ids(seed, 0, 62, 1, 9)
+    ids = integers(seed, 0, 62, 1, 9)
     ids[:, 0] = 62
     ids[:, 7:] = 63
     return {"input_ids": ids, "output_hidden_states": True}
@@ -197,7 +198,7 @@ def _siglip2(num_blocks: int) -> nn.Module:
 def _siglip2_inputs(seed: int) -> dict[str, Any]:
     # 3 x 4 patches and padding up to 16.
     return {
-        "pixel_values": _draw(seed)(1, 16, 3 * 4 * 4),
+        "pixel_values": sampler(seed)(1, 16, 3 * 4 * 4),
         "pixel_attention_mask": (torch.arange(16) < 12).long()[None],
         "spatial_shapes": torch.tensor([[3, 4]]),
         "output_hidden_states": True,
@@ -228,7 +229,7 @@ def _t5gemma(num_blocks: int) -> nn.Module:
 
 
 def _with_picture(seed: int, count: int, pixel_values: torch.Tensor, **more: torch.Tensor) -> dict[str, Any]:
-    prompt = _token_ids(seed, 3, 60, 1, 8)
+    prompt = integers(seed, 3, 60, 1, 8)
     picture = torch.tensor([[_START] + [_IMAGE] * count + [_END]])
     ids = torch.cat([prompt[:, :3], picture, prompt[:, 3:]], dim=1)
     return {
@@ -253,7 +254,7 @@ def _mistral3(num_blocks: int) -> nn.Module:
 
 def _mistral3_inputs(seed: int) -> dict[str, Any]:
     # 4 x 4 patches, merged into 2 x 2 tokens.
-    return _with_picture(seed, 4, _draw(seed)(1, 3, 16, 16), image_sizes=torch.tensor([[16, 16]]))
+    return _with_picture(seed, 4, sampler(seed)(1, 3, 16, 16), image_sizes=torch.tensor([[16, 16]]))
 
 
 def _llava(num_blocks: int) -> nn.Module:
@@ -269,7 +270,7 @@ def _llava(num_blocks: int) -> nn.Module:
 
 
 def _llava_inputs(seed: int) -> dict[str, Any]:
-    return _with_picture(seed, 16, _draw(seed)(1, 3, 16, 16))
+    return _with_picture(seed, 16, sampler(seed)(1, 3, 16, 16))
 
 
 def _qwen2_vl(num_blocks: int) -> nn.Module:
@@ -314,7 +315,7 @@ def _qwen3_vl(num_blocks: int) -> nn.Module:
 def _qwen_vl_inputs(seed: int) -> dict[str, Any]:
     # One picture of 4 x 8 patches, which the vision tower merges into 2 x 4 tokens.
     grid = torch.tensor([[1, 4, 8]])
-    kwargs = _with_picture(seed, 8, _draw(seed)(4 * 8, 3 * 2 * 4 * 4), image_grid_thw=grid)
+    kwargs = _with_picture(seed, 8, sampler(seed)(4 * 8, 3 * 2 * 4 * 4), image_grid_thw=grid)
     return {**kwargs, "mm_token_type_ids": (kwargs["input_ids"] == _IMAGE).int()}
 
 
@@ -339,7 +340,7 @@ def _gpt2(num_blocks: int) -> nn.Module:
 def _gpt2_inputs(seed: int) -> dict[str, Any]:
     # AudioLDM 2 gives it embeddings, not tokens.
     return {
-        "inputs_embeds": _draw(seed)(1, 9, 32),
+        "inputs_embeds": sampler(seed)(1, 9, 32),
         "attention_mask": torch.tensor([[1] * 7 + [0] * 2]),
         "output_hidden_states": True,
     }

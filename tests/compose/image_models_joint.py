@@ -28,7 +28,7 @@ from diffusers import (
 )
 from torch import nn
 
-from tests.compose.image_draws import Draw, grid
+from tests.drawing import grid, integers, sampler, uniform
 from tests.zoo import Tiny
 
 
@@ -50,11 +50,11 @@ def _aura_flow(num_blocks: int) -> nn.Module:
 
 
 def _aura_flow_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
-        "timestep": draw.uniform(0.1, 0.9, 2),
+        "hidden_states": normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
+        "encoder_hidden_states": normal(2, TEXT, 24),
+        "timestep": uniform(seed, 0.1, 0.9, 2),
         "attention_kwargs": None,
         "return_dict": False,
     }
@@ -74,11 +74,11 @@ def _bria(num_blocks: int) -> nn.Module:
 
 
 def _bria_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(2, ROWS * COLS, 16),
-        "timestep": draw.uniform(100.0, 900.0, 2),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
+        "hidden_states": normal(2, ROWS * COLS, 16),
+        "timestep": uniform(seed, 100.0, 900.0, 2),
+        "encoder_hidden_states": normal(2, TEXT, 24),
         "attention_kwargs": None,
         "txt_ids": torch.zeros(TEXT, 3),
         "img_ids": grid(ROWS, COLS),
@@ -105,12 +105,12 @@ def _bria_fibo(num_blocks: int) -> nn.Module:
 
 
 def _bria_fibo_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(2, ROWS * COLS, 16),
-        "timestep": draw.uniform(100.0, 900.0, 2),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
-        "text_encoder_layers": [draw.normal(2, TEXT, 12) for _ in range(_BRIA_FIBO_BLOCKS)],
+        "hidden_states": normal(2, ROWS * COLS, 16),
+        "timestep": uniform(seed, 100.0, 900.0, 2),
+        "encoder_hidden_states": normal(2, TEXT, 24),
+        "text_encoder_layers": [normal(2, TEXT, 12) for _ in range(_BRIA_FIBO_BLOCKS)],
         "joint_attention_kwargs": None,
         "txt_ids": torch.zeros(TEXT, 3),
         "img_ids": grid(ROWS, COLS),
@@ -135,14 +135,14 @@ def _chroma(num_blocks: int) -> nn.Module:
 
 
 def _chroma_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     # The prompt is padded, the image is not.
     mask = torch.ones(1, TEXT + ROWS * COLS)
     mask[:, TEXT - 2 : TEXT] = 0
     return {
-        "hidden_states": draw.normal(1, ROWS * COLS, 16),
-        "timestep": draw.uniform(0.1, 0.9),
-        "encoder_hidden_states": draw.normal(1, TEXT, 24),
+        "hidden_states": normal(1, ROWS * COLS, 16),
+        "timestep": uniform(seed, 0.1, 0.9),
+        "encoder_hidden_states": normal(1, TEXT, 24),
         "txt_ids": torch.zeros(TEXT, 3),
         "img_ids": grid(ROWS, COLS),
         "attention_mask": mask,
@@ -168,11 +168,11 @@ def _cogview3plus(num_blocks: int) -> nn.Module:
 
 
 def _cogview3plus_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
-        "timestep": draw.uniform(100.0, 900.0, 2).long(),
+        "hidden_states": normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
+        "encoder_hidden_states": normal(2, TEXT, 24),
+        "timestep": uniform(seed, 100.0, 900.0, 2).long(),
         "original_size": torch.tensor([[64.0, 48.0]]).repeat(2, 1),
         "target_size": torch.tensor([[64.0, 48.0]]).repeat(2, 1),
         "crop_coords": torch.tensor([[0.0, 8.0]]).repeat(2, 1),
@@ -198,11 +198,11 @@ def _cogview4(num_blocks: int) -> nn.Module:
 
 
 def _cogview4_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 4, 8, 6),
-        "encoder_hidden_states": draw.normal(1, TEXT, 24),
-        "timestep": draw.uniform(100.0, 900.0),
+        "hidden_states": normal(1, 4, 8, 6),
+        "encoder_hidden_states": normal(1, TEXT, 24),
+        "timestep": uniform(seed, 100.0, 900.0),
         "original_size": torch.tensor([[64.0, 48.0]]),
         "target_size": torch.tensor([[64.0, 48.0]]),
         "crop_coords": torch.tensor([[0.0, 8.0]]),
@@ -227,14 +227,14 @@ def _flux2(num_blocks: int) -> nn.Module:
 
 
 def _flux2_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     text_ids = torch.zeros(1, TEXT, 4)
     text_ids[..., 3] = torch.arange(TEXT)
     return {
-        "hidden_states": draw.normal(1, ROWS * COLS, 16),
-        "timestep": draw.uniform(0.1, 0.9),
+        "hidden_states": normal(1, ROWS * COLS, 16),
+        "timestep": uniform(seed, 0.1, 0.9),
         "guidance": torch.tensor([4.0]),
-        "encoder_hidden_states": draw.normal(1, TEXT, 24),
+        "encoder_hidden_states": normal(1, TEXT, 24),
         "txt_ids": text_ids,
         "img_ids": grid(ROWS, COLS, axes=4)[None],
         "joint_attention_kwargs": None,
@@ -260,18 +260,18 @@ def _flux3(num_blocks: int) -> nn.Module:
 
 
 def _flux3_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     text_ids = torch.zeros(TEXT, 4)
     text_ids[:, 3] = torch.arange(TEXT)
     condition_ids = grid(2, 2, axes=4)
     condition_ids[:, 3] = -1
     return {
-        "hidden_states": draw.normal(1, ROWS * COLS, 16),
-        "encoder_hidden_states": draw.normal(1, TEXT, 24),
-        "timestep": draw.uniform(0.1, 0.9),
+        "hidden_states": normal(1, ROWS * COLS, 16),
+        "encoder_hidden_states": normal(1, TEXT, 24),
+        "timestep": uniform(seed, 0.1, 0.9),
         "img_ids": grid(ROWS, COLS, axes=4),
         "txt_ids": text_ids,
-        "image_cond_hidden_states": draw.normal(1, 4, 12),
+        "image_cond_hidden_states": normal(1, 4, 12),
         "image_cond_ids": condition_ids,
         "return_dict": False,
     }
@@ -293,14 +293,14 @@ def _glm_image(num_blocks: int) -> nn.Module:
 
 
 def _glm_image_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
-    tokens = draw.integers(800, 1, 4 * 3)
+    normal = sampler(seed)
+    tokens = integers(seed, 0, 800, 1, 4 * 3)
     return {
-        "hidden_states": draw.normal(1, 4, 8, 6),
-        "encoder_hidden_states": draw.normal(1, TEXT, 24),
+        "hidden_states": normal(1, 4, 8, 6),
+        "encoder_hidden_states": normal(1, TEXT, 24),
         "prior_token_id": tokens,
         "prior_token_drop": tokens % 3 == 0,
-        "timestep": draw.uniform(100.0, 900.0) - 1,
+        "timestep": uniform(seed, 100.0, 900.0) - 1,
         "target_size": torch.tensor([[64.0, 48.0]]),
         "crop_coords": torch.tensor([[0.0, 8.0]]),
         "attention_kwargs": None,
@@ -334,13 +334,13 @@ def _hidream_image(num_blocks: int) -> nn.Module:
 
 
 def _hidream_image_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
-        "timesteps": draw.uniform(100.0, 900.0, 2),
-        "encoder_hidden_states_t5": draw.normal(2, TEXT, 24),
-        "encoder_hidden_states_llama3": draw.normal(_LLAMA_LAYERS, 2, TEXT, 20),
-        "pooled_embeds": draw.normal(2, 18),
+        "hidden_states": normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
+        "timesteps": uniform(seed, 100.0, 900.0, 2),
+        "encoder_hidden_states_t5": normal(2, TEXT, 24),
+        "encoder_hidden_states_llama3": normal(_LLAMA_LAYERS, 2, TEXT, 20),
+        "pooled_embeds": normal(2, 18),
         "attention_kwargs": None,
         "return_dict": False,
     }
@@ -365,15 +365,15 @@ def _hunyuan_image(num_blocks: int) -> nn.Module:
 
 
 def _hunyuan_image_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
-    timestep = draw.uniform(500.0, 900.0)
+    normal = sampler(seed)
+    timestep = uniform(seed, 500.0, 900.0)
     return {
-        "hidden_states": draw.normal(1, 4, ROWS, COLS),
+        "hidden_states": normal(1, 4, ROWS, COLS),
         "timestep": timestep,
         "timestep_r": timestep - 200,
         "guidance": torch.tensor([3500.0]),
         "attention_kwargs": None,
-        "encoder_hidden_states": draw.normal(1, TEXT, 24),
+        "encoder_hidden_states": normal(1, TEXT, 24),
         "encoder_attention_mask": torch.tensor([[1, 1, 1, 0, 0]]),
         "return_dict": False,
     }
@@ -398,11 +398,11 @@ def _joy_image_edit(num_blocks: int) -> nn.Module:
 
 def _joy_image_edit_inputs(seed: int) -> dict[str, Any]:
     # The image to edit, then the one to make.
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 2, 4, 1, 4, 6),
-        "timestep": draw.uniform(100.0, 900.0),
-        "encoder_hidden_states": draw.normal(1, TEXT, 24),
+        "hidden_states": normal(1, 2, 4, 1, 4, 6),
+        "timestep": uniform(seed, 100.0, 900.0),
+        "encoder_hidden_states": normal(1, TEXT, 24),
         "return_dict": False,
     }
 
@@ -413,11 +413,11 @@ def _joy_image_edit_plus(num_blocks: int) -> nn.Module:
 
 def _joy_image_edit_plus_inputs(seed: int) -> dict[str, Any]:
     # Two samples of images of several sizes: 4 + 6 patches, and 6 with padding.
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(2, 10, 4, 1, 2, 2),
-        "timestep": draw.uniform(100.0, 900.0, 2),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
+        "hidden_states": normal(2, 10, 4, 1, 2, 2),
+        "timestep": uniform(seed, 100.0, 900.0, 2),
+        "encoder_hidden_states": normal(2, TEXT, 24),
         "encoder_hidden_states_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
         "shape_list": [[(1, 2, 2), (1, 2, 3)], [(1, 3, 2)]],
         "return_dict": False,
@@ -438,12 +438,12 @@ def _longcat_image(num_blocks: int) -> nn.Module:
 
 
 def _longcat_image_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, ROWS * COLS, 16),
-        "timestep": draw.uniform(0.1, 0.9),
+        "hidden_states": normal(1, ROWS * COLS, 16),
+        "timestep": uniform(seed, 0.1, 0.9),
         "guidance": None,
-        "encoder_hidden_states": draw.normal(1, TEXT, 24),
+        "encoder_hidden_states": normal(1, TEXT, 24),
         "txt_ids": grid(1, TEXT),
         "img_ids": grid(ROWS, COLS, plane=1),
         "return_dict": False,
@@ -465,11 +465,11 @@ def _ovis_image(num_blocks: int) -> nn.Module:
 
 
 def _ovis_image_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, ROWS * COLS, 16),
-        "timestep": draw.uniform(0.1, 0.9),
-        "encoder_hidden_states": draw.normal(1, TEXT, 24),
+        "hidden_states": normal(1, ROWS * COLS, 16),
+        "timestep": uniform(seed, 0.1, 0.9),
+        "encoder_hidden_states": normal(1, TEXT, 24),
         "txt_ids": grid(1, TEXT),
         "img_ids": grid(ROWS, COLS),
         "joint_attention_kwargs": None,

@@ -34,7 +34,7 @@ from diffusers.models.embeddings import get_2d_rotary_pos_embed, get_2d_rotary_p
 from diffusers.models.unets.unet_dreamlite import DreamLiteAttnProcessor2_0
 from torch import nn
 
-from tests.compose.image_draws import Draw, grid
+from tests.drawing import grid, integers, sampler, uniform
 from tests.zoo import Tiny
 
 
@@ -65,13 +65,13 @@ def _bria_fibo2(num_blocks: int) -> nn.Module:
 
 def _bria_fibo2_inputs(seed: int) -> dict[str, Any]:
     # Two prompts of unequal length, each with the features of three layers of the text encoder, and an image to edit.
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(2, 4, 4, 6),
-        "timestep": draw.uniform(0.1, 0.9, 2),
-        "encoder_hidden_states": draw.normal(2, 3, TEXT, 24),
+        "hidden_states": normal(2, 4, 4, 6),
+        "timestep": uniform(seed, 0.1, 0.9, 2),
+        "encoder_hidden_states": normal(2, 3, TEXT, 24),
         "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], dtype=torch.bool),
-        "context_latents": [draw.normal(2, 4, 4, 4)],
+        "context_latents": [normal(2, 4, 4, 4)],
         "return_dict": False,
     }
 
@@ -90,11 +90,11 @@ def _dit(num_blocks: int) -> nn.Module:
 
 def _dit_inputs(seed: int) -> dict[str, Any]:
     # A class, and none: 10 is the null class.
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 4, 8, 8).repeat(2, 1, 1, 1),
-        "timestep": draw.uniform(100.0, 900.0, 2).long(),
-        "class_labels": torch.tensor([draw.integers(10, 1).item(), 10]),
+        "hidden_states": normal(1, 4, 8, 8).repeat(2, 1, 1, 1),
+        "timestep": uniform(seed, 100.0, 900.0, 2).long(),
+        "class_labels": torch.tensor([integers(seed, 0, 10, 1).item(), 10]),
     }
 
 
@@ -120,10 +120,10 @@ def _dream_lite(num_blocks: int) -> nn.Module:
 
 
 def _dream_lite_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(2, 16, 4, 6),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
+        "hidden_states": normal(2, 16, 4, 6),
+        "encoder_hidden_states": normal(2, TEXT, 24),
         "return_dict": False,
     }
 
@@ -143,11 +143,11 @@ def _ernie_image(num_blocks: int) -> nn.Module:
 
 
 def _ernie_image_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 8, ROWS, COLS).repeat(2, 1, 1, 1),
-        "timestep": draw.uniform(100.0, 900.0, 2),
-        "text_bth": draw.normal(2, TEXT, 24),
+        "hidden_states": normal(1, 8, ROWS, COLS).repeat(2, 1, 1, 1),
+        "timestep": uniform(seed, 100.0, 900.0, 2),
+        "text_bth": normal(2, TEXT, 24),
         "text_lens": torch.tensor([TEXT, 2]),
         "return_dict": False,
     }
@@ -174,13 +174,13 @@ def _hunyuan_dit(num_blocks: int) -> nn.Module:
 
 
 def _hunyuan_dit_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
-        "timestep": draw.uniform(100.0, 900.0, 2),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
+        "hidden_states": normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
+        "timestep": uniform(seed, 100.0, 900.0, 2),
+        "encoder_hidden_states": normal(2, TEXT, 24),
         "text_embedding_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]),
-        "encoder_hidden_states_t5": draw.normal(2, 6, 16),
+        "encoder_hidden_states_t5": normal(2, 6, 16),
         "text_embedding_mask_t5": torch.tensor([[1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]]),
         "image_meta_size": torch.tensor([[64.0, 48.0, 64.0, 48.0, 0.0, 8.0]]).repeat(2, 1),
         "style": torch.zeros(2, dtype=torch.long),
@@ -205,7 +205,7 @@ def _ideogram4(num_blocks: int) -> nn.Module:
 
 def _ideogram4_inputs(seed: int) -> dict[str, Any]:
     # Two packed sequences: padding, text and the image, each at its own positions. What is no image has no latents.
-    draw = Draw(seed)
+    normal = sampler(seed)
     image = ROWS * COLS
     length = TEXT + image
     indicator = torch.tensor([[3] * TEXT + [2] * image, [-1] * 2 + [3] * (TEXT - 2) + [2] * image])
@@ -213,9 +213,9 @@ def _ideogram4_inputs(seed: int) -> dict[str, Any]:
     positions[:, :TEXT] = torch.arange(TEXT)[:, None]
     positions[:, TEXT:] = 65536 + grid(ROWS, COLS).long()
     return {
-        "hidden_states": draw.normal(2, length, 8) * (indicator == 2)[..., None],
-        "timestep": draw.uniform(0.1, 0.9, 2),
-        "encoder_hidden_states": draw.normal(2, length, 24) * (indicator == 3)[..., None],
+        "hidden_states": normal(2, length, 8) * (indicator == 2)[..., None],
+        "timestep": uniform(seed, 0.1, 0.9, 2),
+        "encoder_hidden_states": normal(2, length, 24) * (indicator == 3)[..., None],
         "position_ids": positions,
         "segment_ids": torch.where(indicator == -1, -1, 1),
         "indicator": indicator,
@@ -246,11 +246,11 @@ def _krea2(num_blocks: int) -> nn.Module:
 
 
 def _krea2_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, ROWS * COLS, 16),
-        "encoder_hidden_states": draw.normal(1, TEXT, 3, 24),
-        "timestep": draw.uniform(0.1, 0.9),
+        "hidden_states": normal(1, ROWS * COLS, 16),
+        "encoder_hidden_states": normal(1, TEXT, 3, 24),
+        "timestep": uniform(seed, 0.1, 0.9),
         "position_ids": torch.cat([torch.zeros(TEXT, 3), grid(ROWS, COLS)]),
         "encoder_attention_mask": torch.tensor([[True, True, True, False, False]]),
         "attention_kwargs": None,
@@ -277,11 +277,11 @@ def _lumina2(num_blocks: int) -> nn.Module:
 
 
 def _lumina2_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(2, 4, 4, 6),
-        "timestep": draw.uniform(0.1, 0.9, 2),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
+        "hidden_states": normal(2, 4, 4, 6),
+        "timestep": uniform(seed, 0.1, 0.9, 2),
+        "encoder_hidden_states": normal(2, TEXT, 24),
         "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]),
         "attention_kwargs": None,
         "return_dict": False,
@@ -304,11 +304,11 @@ def _lumina_next(num_blocks: int) -> nn.Module:
 
 
 def _lumina_next_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
-        "timestep": draw.uniform(0.1, 0.9, 2),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
+        "hidden_states": normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
+        "timestep": uniform(seed, 0.1, 0.9, 2),
+        "encoder_hidden_states": normal(2, TEXT, 24),
         "encoder_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]),
         "image_rotary_emb": get_2d_rotary_pos_embed_lumina(16, 8, 8, linear_factor=1.0, ntk_factor=2.0),
         "cross_attention_kwargs": {},
@@ -340,11 +340,11 @@ def _nucleus_moe_image(num_blocks: int) -> nn.Module:
 
 
 def _nucleus_moe_image_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, ROWS * COLS, 16),
-        "timestep": draw.uniform(0.1, 0.9),
-        "encoder_hidden_states": draw.normal(1, TEXT, 24),
+        "hidden_states": normal(1, ROWS * COLS, 16),
+        "timestep": uniform(seed, 0.1, 0.9),
+        "encoder_hidden_states": normal(1, TEXT, 24),
         "encoder_hidden_states_mask": torch.tensor([[1, 1, 1, 0, 0]]),
         "img_shapes": [(1, ROWS, COLS)],
         "attention_kwargs": {},
@@ -373,19 +373,19 @@ def _omni_gen(num_blocks: int) -> nn.Module:
 
 def _omni_gen_inputs(seed: int) -> dict[str, Any]:
     # A prompt with the place of a given image of 2 x 2 patches in it, then the timestep, then the image to make.
-    draw = Draw(seed)
+    normal = sampler(seed)
     given, image = 4, 2 * 3
     prompt = 3 + given + 2
     length = prompt + 1 + image
-    ids = draw.integers(400, 1, prompt)
+    ids = integers(seed, 0, 400, 1, prompt)
     ids[:, 3 : 3 + given] = 0
     mask = torch.ones(length, length).tril()
     mask[prompt + 1 :] = 1
     return {
-        "hidden_states": draw.normal(1, 4, 4, 6),
-        "timestep": draw.uniform(0.1, 0.9),
+        "hidden_states": normal(1, 4, 4, 6),
+        "timestep": uniform(seed, 0.1, 0.9),
         "input_ids": ids,
-        "input_img_latents": [draw.normal(1, 4, 4, 4)],
+        "input_img_latents": [normal(1, 4, 4, 4)],
         "input_image_sizes": {0: [[3, 3 + given]]},
         "attention_mask": mask[None],
         "position_ids": torch.arange(length)[None],
@@ -409,11 +409,11 @@ def _prx(num_blocks: int) -> nn.Module:
 
 
 def _prx_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
-        "timestep": draw.uniform(0.1, 0.9, 2),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
+        "hidden_states": normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
+        "timestep": uniform(seed, 0.1, 0.9, 2),
+        "encoder_hidden_states": normal(2, TEXT, 24),
         "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], dtype=torch.bool),
         "return_dict": False,
     }
@@ -433,12 +433,12 @@ def _pixart(num_blocks: int) -> nn.Module:
 
 
 def _pixart_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
+        "hidden_states": normal(1, 4, 8, 6).repeat(2, 1, 1, 1),
+        "encoder_hidden_states": normal(2, TEXT, 24),
         "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]),
-        "timestep": draw.uniform(100.0, 900.0, 2).long(),
+        "timestep": uniform(seed, 100.0, 900.0, 2).long(),
         "added_cond_kwargs": {
             "resolution": torch.tensor([[64.0, 48.0]]).repeat(2, 1),
             "aspect_ratio": torch.tensor([[64 / 48]]).repeat(2, 1),
@@ -459,12 +459,12 @@ def _prior(num_blocks: int) -> nn.Module:
 
 
 def _prior_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 24).repeat(2, 1),
-        "timestep": draw.uniform(100.0, 900.0).long()[0],
-        "proj_embedding": draw.normal(2, 24),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
+        "hidden_states": normal(1, 24).repeat(2, 1),
+        "timestep": uniform(seed, 100.0, 900.0).long()[0],
+        "proj_embedding": normal(2, 24),
+        "encoder_hidden_states": normal(2, TEXT, 24),
         "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], dtype=torch.bool),
     }
 
@@ -485,11 +485,11 @@ def _qwen_image21(num_blocks: int) -> nn.Module:
 
 def _qwen_image21_inputs(seed: int) -> dict[str, Any]:
     # A prompt with the slot of a given image of 2 x 2 tokens in it, and the two slots of the 2 x 4 to make behind it.
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(1, 4 + 8, 16),
-        "timestep": draw.uniform(0.1, 0.9),
-        "encoder_hidden_states": draw.normal(1, 6, 24),
+        "hidden_states": normal(1, 4 + 8, 16),
+        "timestep": uniform(seed, 0.1, 0.9),
+        "encoder_hidden_states": normal(1, 6, 24),
         "encoder_hidden_states_mask": torch.tensor([[1, 1, 1, 1, 1, 0]]),
         "img_shapes": [[(1, 2, 2), (1, 2, 4)]],
         "img_mask": torch.tensor([[False, False, True, False, False, False, True, True]]),
@@ -520,13 +520,13 @@ def _sana(num_blocks: int) -> nn.Module:
 
 
 def _sana_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.normal(2, 4, ROWS, COLS),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
+        "hidden_states": normal(2, 4, ROWS, COLS),
+        "encoder_hidden_states": normal(2, TEXT, 24),
         "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]),
         "guidance": torch.tensor([0.45, 0.45]),
-        "timestep": draw.uniform(0.1, 1.5, 2),
+        "timestep": uniform(seed, 0.1, 1.5, 2),
         "attention_kwargs": None,
         "return_dict": False,
     }
@@ -549,11 +549,11 @@ def _transformer_2d(num_blocks: int) -> nn.Module:
 
 
 def _transformer_2d_inputs(seed: int) -> dict[str, Any]:
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "hidden_states": draw.integers(40, 2, 16),
-        "encoder_hidden_states": draw.normal(2, TEXT, 24),
-        "timestep": draw.integers(12, 1)[0],
+        "hidden_states": integers(seed, 0, 40, 2, 16),
+        "encoder_hidden_states": normal(2, TEXT, 24),
+        "timestep": integers(seed, 0, 12, 1)[0],
         "return_dict": False,
     }
 
@@ -576,11 +576,11 @@ def _z_image(num_blocks: int) -> nn.Module:
 
 def _z_image_inputs(seed: int) -> dict[str, Any]:
     # A list of images and one of prompts, of unequal length.
-    draw = Draw(seed)
+    normal = sampler(seed)
     return {
-        "x": [draw.normal(4, 1, 4, 6), draw.normal(4, 1, 4, 6)],
-        "t": draw.uniform(0.1, 0.9, 2),
-        "cap_feats": [draw.normal(TEXT, 24), draw.normal(2, 24)],
+        "x": [normal(4, 1, 4, 6), normal(4, 1, 4, 6)],
+        "t": uniform(seed, 0.1, 0.9, 2),
+        "cap_feats": [normal(TEXT, 24), normal(2, 24)],
         "joint_attention_kwargs": None,
         "return_dict": False,
     }

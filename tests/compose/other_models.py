@@ -13,7 +13,7 @@ import torch
 from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from torch import nn
 
-from tests.compose.drawing import draw, integers, uniform
+from tests.drawing import integers, sampler, uniform
 from tests.zoo import Tiny
 
 
@@ -38,7 +38,7 @@ def _acestep(num_blocks: int) -> nn.Module:
 
 
 def _acestep_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     timestep = uniform(seed, 0.1, 0.9).expand(2)
     return {
         "hidden_states": normal(1, 9, 4).repeat(2, 1, 1),
@@ -58,7 +58,7 @@ def _longcataudio(num_blocks: int) -> nn.Module:
 
 
 def _longcataudio_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     return {
         "hidden_states": normal(2, 8, 6),
         "encoder_hidden_states": normal(2, 5, 20),
@@ -84,7 +84,7 @@ def _depthdecoder(num_blocks: int) -> nn.Module:
 
 
 def _depthdecoder_inputs(seed: int) -> dict[str, Any]:
-    return {"inputs_embeds": draw(seed)(2, 3, 32)}
+    return {"inputs_embeds": sampler(seed)(2, 3, 32)}
 
 
 def _minimaxmusic3(num_blocks: int) -> nn.Module:
@@ -101,7 +101,7 @@ def _minimaxmusic3(num_blocks: int) -> nn.Module:
 
 
 def _minimaxmusic3_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     return {
         "hidden_states": normal(1, 6, 7),
         "timestep": uniform(seed, 0.1, 0.9),
@@ -133,7 +133,7 @@ def _proteina(num_blocks: int) -> nn.Module:
 
 def _proteina_inputs(seed: int) -> dict[str, Any]:
     # Seven tokens, the last padding, the first two given, through the layers twice.
-    normal = draw(seed)
+    normal = sampler(seed)
     tokens, atoms = 7, 37
     present = torch.arange(tokens)[None] < 6
     atom_mask = present[..., None] & (torch.arange(atoms) < 5)
@@ -179,7 +179,7 @@ def _stableaudio(num_blocks: int) -> nn.Module:
 
 
 def _stableaudio_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     length = 8
     return {
         "hidden_states": normal(2, 6, length),
@@ -207,7 +207,7 @@ def _stableaudio3(num_blocks: int) -> nn.Module:
 
 
 def _stableaudio3_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     return {
         "hidden_states": normal(2, 6, 8),
         "timestep": uniform(seed, 0.1, 0.9).expand(2),
@@ -227,7 +227,7 @@ def _t5film(num_blocks: int) -> nn.Module:
 
 def _t5film_inputs(seed: int) -> dict[str, Any]:
     # Two encoders' outputs with their masks: the notes, and the sound so far.
-    normal = draw(seed)
+    normal = sampler(seed)
     return {
         "encodings_and_masks": [
             (normal(1, 5, 16), torch.tensor([[1, 1, 1, 0, 0]])),
@@ -252,7 +252,7 @@ def _temporal(num_blocks: int) -> nn.Module:
 
 
 def _temporal_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     frames, rows, cols = 3, 2, 2
     return {
         "hidden_states": normal(frames, 16, rows, cols),

@@ -26,6 +26,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from diffusers_dlo.process_engine import find_streamed
 from tests.compose.adapting import adapter, assert_same_weights, equal, prefixed
+from tests.drawing import sampler
 from tests.ranks import run_ranks
 from tests.zoo import MODELS, build, run
 
@@ -44,10 +45,6 @@ def drawn(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return model.eval()
 
 
-def draw(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def without(names: str) -> dict[str, None]:
     return dict.fromkeys(names.split())
 
@@ -64,9 +61,9 @@ def flux_ip_adapter(seed: int) -> dict:
     weights: dict[str, torch.Tensor] = {}
     for index in range(3):
         for name in ("to_k_ip", "to_v_ip"):
-            weights[f"{index}.{name}.weight"] = 0.3 * draw(32, 24, seed=seed + len(weights))
-            weights[f"{index}.{name}.bias"] = 0.3 * draw(32, seed=seed + len(weights))
-    projection = {"proj.weight": draw(96, 10, seed=seed), "proj.bias": draw(96, seed=seed)}
+            weights[f"{index}.{name}.weight"] = 0.3 * sampler(seed + len(weights))(32, 24)
+            weights[f"{index}.{name}.bias"] = 0.3 * sampler(seed + len(weights))(32)
+    projection = {"proj.weight": sampler(seed)(96, 10), "proj.bias": sampler(seed)(96)}
     projection |= {"norm.weight": torch.ones(24), "norm.bias": torch.zeros(24)}
     return {"image_proj": projection, "ip_adapter": weights}
 
@@ -75,7 +72,7 @@ def flux_outputs(pipe: Any, seed: int) -> list[torch.Tensor]:
     inputs = dict(MODELS["flux"].inputs(seed))
     if getattr(pipe.transformer, "encoder_hid_proj", None) is not None:
         count = len(pipe.transformer.encoder_hid_proj.image_projection_layers)
-        embeds = [draw(1, 1, 10, seed=seed + index) for index in range(count)]
+        embeds = [sampler(seed + index)(1, 1, 10) for index in range(count)]
         inputs["joint_attention_kwargs"] = {"ip_adapter_image_embeds": embeds}
     return run(pipe.transformer, inputs)
 
@@ -106,12 +103,12 @@ def sdxl_pipe() -> StableDiffusionXLPipeline:
 
 
 def sdxl_outputs(pipe: Any, seed: int) -> list[torch.Tensor]:
-    conditions = {"text_embeds": draw(1, 20, seed=seed), "time_ids": torch.arange(6.0)[None]}
+    conditions = {"text_embeds": sampler(seed)(1, 20), "time_ids": torch.arange(6.0)[None]}
     if pipe.unet.encoder_hid_proj is not None:
         count = len(pipe.unet.encoder_hid_proj.image_projection_layers)
-        conditions["image_embeds"] = [draw(1, 1, 10, seed=seed + index) for index in range(count)]
-    inputs = {"sample": draw(1, 4, 8, 8, seed=seed), "timestep": torch.tensor([500.0 + seed])}
-    inputs |= {"encoder_hidden_states": draw(1, 5, 24, seed=seed), "added_cond_kwargs": conditions}
+        conditions["image_embeds"] = [sampler(seed + index)(1, 1, 10) for index in range(count)]
+    inputs = {"sample": sampler(seed)(1, 4, 8, 8), "timestep": torch.tensor([500.0 + seed])}
+    inputs |= {"encoder_hidden_states": sampler(seed)(1, 5, 24), "added_cond_kwargs": conditions}
     return run(pipe.unet, {**inputs, "return_dict": False})
 
 
@@ -120,8 +117,8 @@ def sdxl_ip_adapter(seed: int) -> dict:
     crossing = [name for name in sdxl_unet().attn_processors if name.endswith("attn2.processor")]
     for index in range(len(crossing)):
         for name in ("to_k_ip", "to_v_ip"):
-            weights[f"{2 * index + 1}.{name}.weight"] = 0.3 * draw(32, 24, seed=seed + len(weights))
-    projection = {"proj.weight": draw(96, 10, seed=seed), "proj.bias": draw(96, seed=seed)}
+            weights[f"{2 * index + 1}.{name}.weight"] = 0.3 * sampler(seed + len(weights))(32, 24)
+    projection = {"proj.weight": sampler(seed)(96, 10), "proj.bias": sampler(seed)(96)}
     projection |= {"norm.weight": torch.ones(24), "norm.bias": torch.zeros(24)}
     return {"image_proj": projection, "ip_adapter": weights}
 
@@ -205,7 +202,7 @@ def controlled(count: int) -> FluxControlNetPipeline:
 def controlled_outputs(pipe: Any, seed: int) -> list[torch.Tensor]:
     """A step as the pipeline does it: what the ControlNets give goes into the transformer."""
     inputs = MODELS["flux"].inputs(seed)
-    condition, mode, scale = draw(1, 12, 16, seed=seed), torch.tensor([1]), 0.7
+    condition, mode, scale = sampler(seed)(1, 12, 16), torch.tensor([1]), 0.7
     if isinstance(pipe.controlnet, FluxMultiControlNetModel):
         count = len(pipe.controlnet.nets)
         extra = {"controlnet_cond": [condition + i for i in range(count)], "controlnet_mode": [mode] * count}
@@ -271,10 +268,10 @@ def test_t2i_adapter_is_placed() -> None:
 
     def outputs(pipe: Any, seed: int) -> list[torch.Tensor]:
         with torch.no_grad():
-            features = pipe.adapter(draw(1, 3, 64, 64, seed=seed))
-        conditions = {"text_embeds": draw(1, 20, seed=seed), "time_ids": torch.arange(6.0)[None]}
-        inputs = {"sample": draw(1, 4, 8, 8, seed=seed), "timestep": torch.tensor([500.0])}
-        inputs |= {"encoder_hidden_states": draw(1, 5, 24, seed=seed), "added_cond_kwargs": conditions}
+            features = pipe.adapter(sampler(seed)(1, 3, 64, 64))
+        conditions = {"text_embeds": sampler(seed)(1, 20), "time_ids": torch.arange(6.0)[None]}
+        inputs = {"sample": sampler(seed)(1, 4, 8, 8), "timestep": torch.tensor([500.0])}
+        inputs |= {"encoder_hidden_states": sampler(seed)(1, 5, 24), "added_cond_kwargs": conditions}
         return run(pipe.unet, {**inputs, "down_intrablock_additional_residuals": features, "return_dict": False})
 
     subject, reference = make(), make()

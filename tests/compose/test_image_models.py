@@ -1,8 +1,7 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Image transformers: the blocks of each class, in the order in which forward calls them, and requests whose steps differ
-(with and without a reference image, with a cache of keys and values, with a ControlNet), on ranks that do not do the
-same.
+Image transformers: requests whose steps differ (with and without a reference image, with a cache of keys and values,
+with a ControlNet), on ranks that do not do the same, and a model that reads weights without a call.
 """
 
 from __future__ import annotations
@@ -11,101 +10,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import diffusers
-import pytest
 import torch
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from torch import nn
 
-from diffusers_dlo import apply_distributed_layerwise_offload, plan_distributed_layerwise_offload
+from diffusers_dlo import apply_distributed_layerwise_offload
 from tests import zoo
-from tests.compose.image_draws import Draw
-from tests.compose.image_models import MODELS, REASONS
+from tests.compose.image_models import MODELS
+from tests.drawing import sampler
 from tests.ranks import run_ranks
 
 
-PAIR = ("transformer_blocks", "single_transformer_blocks")
-REFINED = ("noise_refiner", "context_refiner", "layers")
-
-# The stacks of each class in the order of registration, read from its source; of some, the order of their calls.
-STACKS = {
-    "AuraFlowTransformer2DModel": ("joint_transformer_blocks", "single_transformer_blocks"),
-    "BriaFibo2Transformer2DModel": ("noise_refiner", "perceiver.layers", "layers"),
-    "BriaFiboTransformer2DModel": PAIR,
-    "BriaTransformer2DModel": PAIR,
-    "ChromaTransformer2DModel": PAIR,
-    "CogView3PlusTransformer2DModel": ("transformer_blocks",),
-    "CogView4Transformer2DModel": ("transformer_blocks",),
-    "DiTTransformer2DModel": ("transformer_blocks",),
-    "DreamLiteTransformer2DModel": ("transformer_blocks",),
-    "ErnieImageTransformer2DModel": ("layers",),
-    "Flux2Transformer2DModel": PAIR,
-    "Flux3Transformer2DModel": (
-        "mode_blocks.image",
-        "mode_blocks.image_cond",
-        "txt_mode_blocks",
-        "single_transformer_blocks",
-    ),
-    "GlmImageTransformer2DModel": ("transformer_blocks",),
-    "HiDreamImageTransformer2DModel": ("double_stream_blocks", "single_stream_blocks", "caption_projection"),
-    "HunyuanDiT2DModel": ("blocks",),
-    "HunyuanImageTransformer2DModel": ("context_embedder.token_refiner.refiner_blocks", *PAIR),
-    "Ideogram4Transformer2DModel": ("layers",),
-    "JoyImageEditPlusTransformer3DModel": ("double_blocks",),
-    "JoyImageEditTransformer3DModel": ("double_blocks",),
-    "Krea2Transformer2DModel": (
-        "text_fusion.layerwise_blocks",
-        "text_fusion.refiner_blocks",
-        "transformer_blocks",
-    ),
-    "LongCatImageTransformer2DModel": PAIR,
-    "Lumina2Transformer2DModel": REFINED,
-    "LuminaNextDiT2DModel": ("layers",),
-    "NucleusMoEImageTransformer2DModel": ("transformer_blocks",),
-    "OmniGenTransformer2DModel": ("layers",),
-    "OvisImageTransformer2DModel": PAIR,
-    "PRXTransformer2DModel": ("blocks",),
-    "PixArtTransformer2DModel": ("transformer_blocks",),
-    "PriorTransformer": ("transformer_blocks",),
-    "QwenImage21Transformer2DModel": ("transformer_blocks",),
-    "SanaTransformer2DModel": ("transformer_blocks",),
-    "Transformer2DModel": ("transformer_blocks",),
-    "ZImageTransformer2DModel": REFINED,
-}
-CALLED = {
-    "Flux3Transformer2DModel": ("txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond", PAIR[1]),
-    "HiDreamImageTransformer2DModel": ("caption_projection", "double_stream_blocks", "single_stream_blocks"),
-    "Lumina2Transformer2DModel": ("context_refiner", "noise_refiner", "layers"),
-}
-
-
 def build(name: str, num_blocks: int) -> nn.Module:
-    """As `tests.zoo.build`, which knows its own registries only."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(zoo.MODELS, name, MODELS[name])
-        return zoo.build(name, num_blocks)
-
-
-# ------------------------------------------------------------------------------------------------------------- blocks
-
-
-def test_every_class_is_covered() -> None:
-    assert STACKS.keys() == MODELS.keys() and not REASONS
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_blocks_are_what_forward_calls(name: str) -> None:
-    model = build(name, 3)
-    assert type(model) is getattr(diffusers, name)
-    lengths = {stack: len(model.get_submodule(stack)) for stack in STACKS[name]}
-    assert min(lengths.values()) >= 2
-    blocks = [block.name for block in plan_distributed_layerwise_offload(model).blocks]
-    assert blocks == [f"{stack}.{index}" for stack, length in lengths.items() for index in range(length)]
-    called: list[str] = []
-    for block in blocks:
-        model.get_submodule(block).register_forward_pre_hook(lambda *_, block=block: called.append(block))
-    zoo.run(model, MODELS[name].inputs(0))
-    assert called == [f"{stack}.{i}" for stack in CALLED.get(name, STACKS[name]) for i in range(lengths[stack])]
+    return zoo.build(MODELS[name], num_blocks)
 
 
 def test_weights_read_without_a_call_stay() -> None:
@@ -229,7 +147,7 @@ def _controlled(name: str) -> Callable[[nn.Module, int], Iterator[Outputs]]:
     def request(model: nn.Module, seed: int) -> Iterator[Outputs]:
         inputs = MODELS[name].inputs(seed)
         batch, tokens = inputs["hidden_states"].shape[:2]
-        for control in (None, [Draw(seed).normal(batch, tokens, 32)], None):
+        for control in (None, [sampler(seed)(batch, tokens, 32)], None):
             yield _step(model, {**inputs, "controlnet_block_samples": control})
 
     return request

@@ -18,14 +18,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from diffusers_dlo import apply_distributed_layerwise_offload
 from tests.compose import other_models, video_models, wan_models
-from tests.compose.drawing import draw
+from tests.drawing import sampler
 from tests.ranks import run_ranks
 from tests.zoo import Tiny, flat, run
 
 
 def _autoregressive_video(model: nn.Module, seed: int) -> Iterator[Any]:
     """Three chunks, each denoised once and put into the cache; the first is compressed when the third begins."""
-    normal = draw(seed)
+    normal = sampler(seed)
     cache, prompt = wan_models.anyflowfar_cache(3), normal(1, 6, 20)
     clean = normal(1, 5, 4, 4, 8)
     for chunks, frames in ((1, 1), (2, 3), (3, 5)):
@@ -36,7 +36,7 @@ def _autoregressive_video(model: nn.Module, seed: int) -> Iterator[Any]:
 
 def _refiner(model: nn.Module, seed: int) -> Iterator[Any]:
     """A sink is captured, then two windows are refined against it and what came before."""
-    normal = draw(seed)
+    normal = sampler(seed)
     cache, prompt = SanaWMRefinerKVCache(3), normal(1, 6, 24)
 
     def step(frames: list[int], mode: str) -> torch.Tensor:
@@ -68,7 +68,7 @@ def _refiner(model: nn.Module, seed: int) -> Iterator[Any]:
 def _animation(model: nn.Module, seed: int) -> Iterator[Any]:
     """The driving video fills the cache; two steps attend to it, the unconditional one without the tenth block."""
     cache = WanAnimate2KVCache(11)
-    normal = draw(seed)
+    normal = sampler(seed)
     yield model(**wan_models.wananimate2_step(normal(4, 2, 4, 6), seed, torch.tensor([700.0]), cache, "extract"))[0]
     # As the model would make it, but not compiled. 5 frames are 2 of latents, of 6 tokens each.
     model.block_masks[2, 6] = create_block_mask(_any_token, None, None, 128, 256, device="cpu")
@@ -84,7 +84,7 @@ def _any_token(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch
 
 def _codebooks(model: nn.Module, seed: int) -> Iterator[Any]:
     """Two frames of sound: each code is read off its own head, and its embedding makes the next step's input."""
-    normal = draw(seed)
+    normal = sampler(seed)
     for _ in range(2):
         sequence = [model.projection(normal(2, 32)).unsqueeze(1), model.projection(normal(2, 32)).unsqueeze(1)]
         codes = []

@@ -29,7 +29,8 @@ from diffusers.models.transformers import DualTransformer2DModel
 from diffusers.models.unets import DreamLiteUNetModel
 from torch import nn
 
-from tests.zoo import Tiny, _draw, _token_ids, _uniform
+from tests.drawing import integers, sampler, uniform
+from tests.zoo import Tiny
 
 
 def _sdxl(num_blocks: int) -> nn.Module:
@@ -54,12 +55,12 @@ def _sdxl(num_blocks: int) -> nn.Module:
 
 def sdxl_inputs(seed: int) -> dict[str, Any]:
     """One guided step of SDXL: both prompts in one batch, with their pooled embeddings and their six sizes."""
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "sample": draw(1, 4, 8, 8).repeat(2, 1, 1, 1),
-        "timestep": _uniform(seed, 100.0, 900.0)[0],
-        "encoder_hidden_states": draw(2, 5, 20),
-        "added_cond_kwargs": {"text_embeds": draw(2, 12), "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]] * 2)},
+        "sample": normal(1, 4, 8, 8).repeat(2, 1, 1, 1),
+        "timestep": uniform(seed, 100.0, 900.0)[0],
+        "encoder_hidden_states": normal(2, 5, 20),
+        "added_cond_kwargs": {"text_embeds": normal(2, 12), "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]] * 2)},
         "return_dict": False,
     }
 
@@ -78,8 +79,8 @@ def _unet2d(num_blocks: int) -> nn.Module:
 
 def _unet2d_inputs(seed: int) -> dict[str, Any]:
     return {
-        "sample": _draw(seed)(1, 3, 8, 8),
-        "timestep": _uniform(seed, 100.0, 900.0).long()[0],
+        "sample": sampler(seed)(1, 3, 8, 8),
+        "timestep": uniform(seed, 100.0, 900.0).long()[0],
         "return_dict": False,
     }
 
@@ -98,11 +99,11 @@ def _unet3d(num_blocks: int) -> nn.Module:
 
 
 def _unet3d_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "sample": draw(2, 4, 3, 8, 8),
-        "timestep": _uniform(seed, 100.0, 900.0).long()[0],
-        "encoder_hidden_states": draw(2, 5, 20),
+        "sample": normal(2, 4, 3, 8, 8),
+        "timestep": uniform(seed, 100.0, 900.0).long()[0],
+        "encoder_hidden_states": normal(2, 5, 20),
         "return_dict": False,
     }
 
@@ -153,11 +154,11 @@ def _spatio_temporal(num_blocks: int) -> nn.Module:
 
 
 def _spatio_temporal_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "sample": draw(2, 3, 8, 8, 8),
-        "timestep": _uniform(seed, 0.1, 0.9)[0],
-        "encoder_hidden_states": draw(2, 1, 20),
+        "sample": normal(2, 3, 8, 8, 8),
+        "timestep": uniform(seed, 0.1, 0.9)[0],
+        "encoder_hidden_states": normal(2, 1, 20),
         "added_time_ids": torch.tensor([[6.0, 127.0, 0.02]] * 2),
         "return_dict": False,
     }
@@ -177,14 +178,14 @@ def _i2vgenxl(num_blocks: int) -> nn.Module:
 
 
 def _i2vgenxl_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "sample": draw(2, 4, 3, 8, 8),
-        "timestep": _uniform(seed, 100.0, 900.0).long()[0],
+        "sample": normal(2, 4, 3, 8, 8),
+        "timestep": uniform(seed, 100.0, 900.0).long()[0],
         "fps": torch.tensor([16, 16]),
-        "image_latents": draw(2, 4, 3, 8, 8),
-        "image_embeddings": draw(2, 1, 20),
-        "encoder_hidden_states": draw(2, 5, 20),
+        "image_latents": normal(2, 4, 3, 8, 8),
+        "image_embeddings": normal(2, 1, 20),
+        "encoder_hidden_states": normal(2, 5, 20),
         "return_dict": False,
     }
 
@@ -202,11 +203,11 @@ def _kandinsky3(num_blocks: int) -> nn.Module:
 
 
 def _kandinsky3_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "sample": draw(1, 4, 8, 8).repeat(2, 1, 1, 1),
-        "timestep": _uniform(seed, 100.0, 900.0).long()[0],
-        "encoder_hidden_states": draw(2, 5, 12),
+        "sample": normal(1, 4, 8, 8).repeat(2, 1, 1, 1),
+        "timestep": uniform(seed, 100.0, 900.0).long()[0],
+        "encoder_hidden_states": normal(2, 5, 12),
         "encoder_attention_mask": torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]),
         "return_dict": False,
     }
@@ -232,13 +233,13 @@ def _stable_cascade(num_blocks: int) -> nn.Module:
 
 
 def _stable_cascade_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "sample": draw(1, 4, 8, 8).repeat(2, 1, 1, 1),
-        "timestep_ratio": _uniform(seed, 0.1, 0.9).expand(2),
-        "clip_text_pooled": draw(2, 1, 12),
-        "clip_text": draw(2, 5, 12),
-        "clip_img": draw(2, 1, 10),
+        "sample": normal(1, 4, 8, 8).repeat(2, 1, 1, 1),
+        "timestep_ratio": uniform(seed, 0.1, 0.9).expand(2),
+        "clip_text_pooled": normal(2, 1, 12),
+        "clip_text": normal(2, 5, 12),
+        "clip_img": normal(2, 1, 10),
         "return_dict": False,
     }
 
@@ -264,11 +265,11 @@ def _uvit(num_blocks: int) -> nn.Module:
 
 
 def _uvit_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "input_ids": _token_ids(seed, 0, 40, 2, 4, 4),
-        "encoder_hidden_states": draw(2, 5, 10),
-        "pooled_text_emb": draw(2, 12),
+        "input_ids": integers(seed, 0, 40, 2, 4, 4),
+        "encoder_hidden_states": normal(2, 5, 10),
+        "pooled_text_emb": normal(2, 12),
         "micro_conds": torch.tensor([[32.0, 32, 0, 0, 6]] * 2),
     }
 
@@ -287,11 +288,11 @@ def _dreamlite(num_blocks: int) -> nn.Module:
 
 
 def _picture_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     return {
-        "sample": draw(1, 4, 8, 8).repeat(2, 1, 1, 1),
-        "timestep": _uniform(seed, 100.0, 900.0)[0],
-        "encoder_hidden_states": draw(2, 5, 20),
+        "sample": normal(1, 4, 8, 8).repeat(2, 1, 1, 1),
+        "timestep": uniform(seed, 100.0, 900.0)[0],
+        "encoder_hidden_states": normal(2, 5, 20),
         "return_dict": False,
     }
 
@@ -309,9 +310,13 @@ def _dual(num_blocks: int) -> nn.Module:
 
 
 def _dual_inputs(seed: int) -> dict[str, Any]:
-    draw = _draw(seed)
+    normal = sampler(seed)
     # The lengths of the two conditions are fixed by the class: 77 and 257 tokens.
-    return {"hidden_states": draw(1, 16, 4, 4), "encoder_hidden_states": draw(1, 77 + 257, 20), "return_dict": False}
+    return {
+        "hidden_states": normal(1, 16, 4, 4),
+        "encoder_hidden_states": normal(1, 77 + 257, 20),
+        "return_dict": False,
+    }
 
 
 def _unet1d(num_blocks: int) -> nn.Module:
@@ -326,7 +331,7 @@ def _unet1d(num_blocks: int) -> nn.Module:
 
 
 def _unet1d_inputs(seed: int) -> dict[str, Any]:
-    return {"sample": _draw(seed)(1, 2, 64), "timestep": _uniform(seed, 0.1, 0.9)[0], "return_dict": False}
+    return {"sample": sampler(seed)(1, 2, 64), "timestep": uniform(seed, 0.1, 0.9)[0], "return_dict": False}
 
 
 MODELS: dict[str, Tiny] = {

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.compose import wan_models
-from tests.compose.drawing import draw, uniform
+from tests.drawing import sampler, uniform
 from tests.zoo import Tiny
 
 
@@ -38,7 +38,7 @@ def _allegro(num_blocks: int) -> nn.Module:
 
 
 def _allegro_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     frames, rows, cols = 2, 2, 3
     # As the pipeline's rotary positions: cosines and sines of a third of the head per axis, and the grid.
     angles = [torch.outer(torch.arange(size).float(), torch.ones(2)).repeat(1, 2) for size in (frames, rows, cols)]
@@ -87,7 +87,7 @@ def _consisid(num_blocks: int) -> nn.Module:
 
 
 def _consisid_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     angles = normal(2 * 2 * 3, 8)
     return {
         "hidden_states": normal(2, 2, 8, 4, 6),
@@ -123,7 +123,7 @@ def _cosmos(num_blocks: int) -> nn.Module:
 
 
 def _cosmos_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     frames = 2
     # Video-to-world: the first frame is given, so it is at time zero.
     timestep = torch.cat([torch.zeros(1), uniform(seed, 0.1, 0.9)]).view(1, 1, frames, 1, 1)
@@ -155,7 +155,7 @@ def _easyanimate(num_blocks: int) -> nn.Module:
 
 
 def _easyanimate_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     return {
         "hidden_states": normal(2, 4, 2, 4, 6),
         "timestep": uniform(seed, 100.0, 900.0).expand(2),
@@ -182,7 +182,7 @@ def _helios(num_blocks: int) -> nn.Module:
 
 def _helios_inputs(seed: int) -> dict[str, Any]:
     # A chunk of two frames behind a history of four long, two middle, and two short (the first frame and the last).
-    normal = draw(seed)
+    normal = sampler(seed)
     prefix, long, middle, short, current = torch.arange(1 + 4 + 2 + 1 + 2).split([1, 4, 2, 1, 2])
     return {
         "hidden_states": normal(1, 4, 2, 4, 8),
@@ -216,7 +216,7 @@ def _hunyuanvideo15(num_blocks: int) -> nn.Module:
 
 
 def _hunyuanvideo15_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     return {
         "hidden_states": normal(1, 9, 2, 3, 4),
         "timestep": uniform(seed, 100.0, 900.0),
@@ -250,7 +250,7 @@ def _framepack(num_blocks: int) -> nn.Module:
 
 
 def _framepack_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     prefix, history_4x, history_2x, history_1x, current = torch.arange(1 + 4 + 2 + 1 + 2).split([1, 4, 2, 1, 2])
     return {
         "hidden_states": normal(1, 4, 2, 8, 8),
@@ -289,7 +289,7 @@ def _kandinsky5(num_blocks: int) -> nn.Module:
 
 
 def _kandinsky5_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     frames, rows, cols, text = 2, 4, 6, 5
     return {
         "hidden_states": normal(1, frames, rows, cols, 9),
@@ -319,7 +319,7 @@ def _kandinsky6sr(num_blocks: int) -> nn.Module:
 def _kandinsky6sr_inputs(seed: int) -> dict[str, Any]:
     # 16 x 8 tokens: two of the tiles that attend to each other by their statistics.
     return {
-        "hidden_states": draw(seed)(1, 1, 16, 8, 9),
+        "hidden_states": sampler(seed)(1, 1, 16, 8, 9),
         "timestep": uniform(seed, 100.0, 900.0),
         "return_dict": False,
     }
@@ -352,7 +352,7 @@ def _kandinsky6(num_blocks: int) -> nn.Module:
 
 
 def _kandinsky6_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     frames, rows, cols = 2, 4, 6
     return {
         "hidden_states": normal(1, frames, rows, cols, 9),
@@ -387,7 +387,7 @@ def _latte(num_blocks: int) -> nn.Module:
 
 
 def _latte_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     return {
         "hidden_states": normal(2, 4, 3, 4, 4),
         "timestep": uniform(seed, 100.0, 900.0).long().expand(2),
@@ -424,7 +424,7 @@ def _ltx2(num_blocks: int) -> nn.Module:
 
 
 def _ltx2_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     frames, rows, cols, audio = 2, 3, 4, 5
     timestep = uniform(seed, 100.0, 900.0).expand(2)
     mask = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0]])
@@ -462,7 +462,7 @@ def _mochi(num_blocks: int) -> nn.Module:
 
 
 def _mochi_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     return {
         "hidden_states": normal(2, 4, 2, 4, 6),
         "encoder_hidden_states": normal(2, 6, 24),
@@ -492,7 +492,7 @@ def _motifvideo(num_blocks: int) -> nn.Module:
 
 
 def _motifvideo_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     return {
         "hidden_states": normal(1, 9, 2, 4, 6),
         "timestep": uniform(seed, 100.0, 900.0),
@@ -520,7 +520,7 @@ def _sanavideo(num_blocks: int) -> nn.Module:
 
 
 def _sanavideo_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     return {
         "hidden_states": normal(2, 4, 2, 4, 6),
         "encoder_hidden_states": normal(2, 5, 20),
@@ -547,7 +547,7 @@ def _sanawm(num_blocks: int) -> nn.Module:
 
 
 def _sanawm_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     frames, rows, cols = 3, 3, 4
     # Per frame: the camera's 4 x 4 pose, its two focal lengths and its centre. The camera moves along a line.
     pose = torch.eye(4).repeat(1, frames, 1, 1)
@@ -571,7 +571,7 @@ def _sanawmrefiner(num_blocks: int) -> nn.Module:
 
 
 def _sanawmrefiner_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     frames, rows, cols = [3, 4], 3, 4
     tokens = len(frames) * rows * cols
     # The pipeline asks the model for the positions of its frames; they are the same whatever its weights.

@@ -13,7 +13,7 @@ import torch
 from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 from torch import nn
 
-from tests.compose.drawing import draw, uniform
+from tests.drawing import sampler, uniform
 from tests.zoo import Tiny
 
 
@@ -34,7 +34,7 @@ def _anyflow(num_blocks: int) -> nn.Module:
 
 
 def _anyflow_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     frames = 2
     timestep = uniform(seed, 500.0, 900.0).expand(1, frames)
     return {
@@ -88,7 +88,7 @@ def anyflowfar_step(
 
 def _anyflowfar_inputs(seed: int) -> dict[str, Any]:
     # The first chunk, which is attended to by no cache. A cache longer than the model is one for any block count.
-    normal = draw(seed)
+    normal = sampler(seed)
     time = uniform(seed, 500.0, 900.0).item()
     return anyflowfar_step(normal(1, _FAR_CHUNKS[0], 4, 4, 8), normal(1, 6, 20), 1, time, anyflowfar_cache(8), False)
 
@@ -100,7 +100,7 @@ def _chronoedit(num_blocks: int) -> nn.Module:
 
 
 def _chronoedit_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     # Two frames, the picture and its edit: the model sets them eight steps apart.
     return {
         "hidden_states": normal(1, 4, 2, 4, 6),
@@ -119,7 +119,7 @@ def _skyreels(num_blocks: int) -> nn.Module:
 
 def _skyreels_inputs(seed: int) -> dict[str, Any]:
     # Diffusion forcing: each frame has its own time, the two of a causal block the same.
-    normal = draw(seed)
+    normal = sampler(seed)
     time = uniform(seed, 100.0, 400.0)
     return {
         "hidden_states": normal(1, 4, 4, 4, 6),
@@ -139,7 +139,7 @@ def _wanvace(num_blocks: int) -> nn.Module:
 
 
 def _wanvace_inputs(seed: int) -> dict[str, Any]:
-    normal = draw(seed)
+    normal = sampler(seed)
     return {
         "hidden_states": normal(1, 4, 3, 4, 6),
         "timestep": uniform(seed, 100.0, 900.0).long(),
@@ -172,7 +172,7 @@ def _wananimate(num_blocks: int) -> nn.Module:
 
 def _wananimate_inputs(seed: int) -> dict[str, Any]:
     # Three latent frames, the first of the character, and five frames of its face in batches of three and two.
-    normal = draw(seed)
+    normal = sampler(seed)
     return {
         "hidden_states": normal(1, 12, 3, 4, 6),
         "timestep": uniform(seed, 100.0, 900.0).long(),
@@ -206,7 +206,7 @@ def wananimate2_step(
     The arguments of one forward: over the frames of the driving video, whose keys and values it puts into the cache
     (`mode` is `"extract"`), or over those that are made, which attend to it (`"cached"`).
     """
-    normal = draw(seed)
+    normal = sampler(seed)
     grid = torch.tensor([[latents.shape[1], latents.shape[2] // 2, latents.shape[3] // 2]])
     reference = {"offset_grid_sizes": grid}
     if mode == "cached":
@@ -226,7 +226,7 @@ def wananimate2_step(
 
 
 def _wananimate2_inputs(seed: int) -> dict[str, Any]:
-    latents = draw(seed + 1)(4, 2, 4, 6)
+    latents = sampler(seed + 1)(4, 2, 4, 6)
     return wananimate2_step(latents, seed, uniform(seed, 100.0, 900.0), WanAnimate2KVCache(8), "extract")
 
 
