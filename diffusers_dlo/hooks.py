@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .byte_size import format_bytes
+from .caller import Caller, find_caller
 from .compilation import (
     WHY_DISABLED,
     CompiledParts,
@@ -33,7 +34,7 @@ from .distributed.companions import find_companions
 from .engine import Engine
 from .guards import PlaceholderGuard
 from .interrupts import interrupts
-from .loader_guards import adapter_configs, refuse_adapters_of_placeholders, same_objects
+from .loader_guards import LoaderGuard, adapter_configs, refuse_adapters_of_placeholders, same_objects
 from .marker import put_marker, remove_marker
 from .outputs import own_output
 from .step_caches import acquire_inside, give_back_references, has_hooks, is_acquired_inside
@@ -54,6 +55,7 @@ class ComponentHooks:
         component (`Component`): its state.
         root (`nn.Module`): the component's module.
         modules (`Sequence[tuple[nn.Module, ...]]`): those of each of the component's units, in the same order.
+        loaders (`LoaderGuard`): what its loaders of adapters go through.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class ComponentHooks:
         component: Component,
         root: nn.Module,
         modules: Sequence[tuple[nn.Module, ...]],
+        loaders: LoaderGuard,
     ) -> None:
         self._engine = engine
+        self._loaders = loaders
         self._component = component
         # Blocks hold these hooks, and the engine holds blocks: a model that is dropped has to be free to go.
         self._find_root = weakref.ref(root)
@@ -79,7 +83,7 @@ class ComponentHooks:
         self._checked = self._compiled_checked = self._unwatched = False
         self._compiled: CompiledParts | None = None
         self._adapters = adapter_configs(root)
-        self._entered: tuple[nn.Module, set[int], int] | None = None
+        self._entered: _Entered | None = None
 
     @property
     def _watched(self) -> tuple[nn.Module, ...]:
@@ -174,22 +178,20 @@ class ComponentHooks:
         @torch.compiler.disable(reason=WHY_DISABLED)
         def pre(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             refuse_tracing(self._component.name)
-            # One left by a KeyboardInterrupt, after which torch runs no hooks, does not enclose what is called next.
-            if self._entered is None or id(module) not in self._entered[1]:
+            if self._entered is None or not self._entered.encloses(module):
                 self._check_alone()
                 self._check_adapters()
                 entries = (find() for find in self._find_entries)
                 self._component.companions = find_companions(entry for entry in entries if entry is not None)
                 self._engine.enter(self._component)
                 self.end_first()
-                self._entered = (module, inner, threading.get_ident())
-                self._begin_first()
+                self._entered = _Entered(module, inner)
+                self._begin_first(self._entered)
 
         @torch.compiler.disable(reason=WHY_DISABLED)
         def post(module: nn.Module, args: tuple, output: Any) -> None:
             # Not if entering was refused, to a second thread.
-            entered = self._entered
-            if entered is not None and entered[0] is module and entered[2] == threading.get_ident():
+            if self._entered is not None and self._entered.is_of(module):
                 self._entered = None
                 self.end_first()
                 self._engine.leave(self._component, complete=output is not None)
@@ -214,13 +216,14 @@ class ComponentHooks:
         root = self._find_root()
         configs = () if root is None else adapter_configs(root)
         if root is not None and not same_objects(configs, self._adapters):
+            self._loaders.refuse_merging()
             refuse_adapters_of_placeholders(root, self._component)
             self._adapters = configs
             self._checked = False
 
     # The first forward of a component looks for weights that are used outside their block's turn.
 
-    def _begin_first(self) -> None:
+    def _begin_first(self, entered: _Entered) -> None:
         # Dynamo gives up for good on what it meets under the guard.
         self._unwatched = not self._compiled_checked and is_caller_compiled()
         if self._checked or self._unwatched:
@@ -230,7 +233,9 @@ class ComponentHooks:
         self._unwatched = any(id(module) not in inside for module in compiled)
         if not self._unwatched:
             with interrupts:
-                self._first = _FirstForward(self._component, self._acquire_submodule, self._keep_leaf, bool(compiled))
+                self._first = _FirstForward(
+                    self._component, entered, self._acquire_submodule, self._keep_leaf, bool(compiled)
+                )
 
     def _end_checks(self, output: Any) -> None:
         """A forward has returned `output`, or raised if that is None."""
@@ -270,21 +275,53 @@ class ComponentHooks:
         )
 
 
+class _Entered:
+    """
+    The forward of a component that goes on. Torch runs no hooks after a KeyboardInterrupt: it may have ended unseen.
+
+    Args:
+        module (`nn.Module`): what was called; a model that is dropped after an interrupt has to be free to go.
+        inner (`set[int]`): the modules in it, by id.
+    """
+
+    def __init__(self, module: nn.Module, inner: set[int]) -> None:
+        self._find_module = weakref.ref(module)
+        self._inner = inner
+        self._thread = threading.get_ident()
+        self._caller: Caller | None = find_caller(is_root=True)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended. May be asked from any thread."""
+        return self._caller is not None and not self._caller.is_running()
+
+    def encloses(self, module: nn.Module) -> bool:
+        """Whether a call of `module` is part of it."""
+        return id(module) in self._inner and not self.is_over
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether it is that of `module`, in this thread."""
+        return self._find_module() is module and self._thread == threading.get_ident()
+
+
 class _FirstForward:
     """
     What is active during the first forward: a global hook on module calls, and, while no block computes, the guard on
     placeholders. Not inside blocks: dynamo gives up for good on what it meets under such a guard, and where blocks are
     `compiled`, it would compile them for the hook. Interrupts are deferred while these go on and off: both are kept by
-    torch, which would not take back one of them alone.
+    torch, which would not take back one of them alone. Where an interrupt ended the forward, the guard lets everything
+    pass, and the next call of any module takes both off.
     """
 
     def __init__(
         self,
         component: Component,
+        entered: _Entered,
         on_call: Callable[[nn.Module], None],
         keep: Callable[[Unit], None],
         compiled: bool,
     ) -> None:
+        self._entered = entered
         self._on_call = on_call
         self._keep = keep
         self._compiled = compiled
@@ -319,13 +356,17 @@ class _FirstForward:
     def _hook_calls(self) -> RemovableHandle:
         @torch.compiler.disable(reason=WHY_DISABLED)
         def pre(module: nn.Module, args: tuple) -> None:
-            self._on_call(module)
+            if self._entered.is_over and threading.get_ident() == self._thread:
+                with interrupts:
+                    self.close()
+            else:
+                self._on_call(module)
 
         return register_module_forward_pre_hook(pre)
 
     def _watch(self) -> None:
         if self._guard is None:
-            self._guard = PlaceholderGuard(self._component, keep=self._keep)
+            self._guard = PlaceholderGuard(self._component, keep=self._keep, is_over=lambda: self._entered.is_over)
             self._guard.__enter__()
             if self._compiled:
                 self._handle.remove()
@@ -334,7 +375,7 @@ class _FirstForward:
     def _unwatch(self) -> None:
         # The stack of guards belongs to a thread, and goes with it.
         if self._guard is not None and threading.get_ident() == self._thread:
-            self._guard.__exit__(None, None, None)
+            self._guard.take_off()
             if self._compiled:
                 self._handle.remove()
         self._guard = None

@@ -17,7 +17,7 @@ import torch
 from diffusers.utils import is_peft_available, recurse_remove_peft_layers
 from torch import nn
 
-from .guards import PlaceholderGuard
+from .guards import PlaceholderGuard, refusal
 from .managed_tensor import ManagedTensor
 from .tensor_utils import SMALL_BUFFER_NBYTES, put
 from .units import Component
@@ -27,6 +27,7 @@ _LOADERS_ON_MODEL = ("add_adapter", "load_lora_adapter", "load_adapter", "save_l
 _LOADERS_ON_PIPELINE = ("load_lora_weights", "unload_lora_weights", "load_ip_adapter")
 _VOCABULARY_ON_MODEL = ("resize_token_embeddings", "set_input_embeddings")
 _VOCABULARY_ON_PIPELINE = ("load_textual_inversion", "unload_textual_inversion")
+_MERGED = "it would add to weights that are not on the device. Fuse before enabling"
 _NO_VALUE = frozenset({torch.ops.aten._has_compatible_shallow_copy_type.default, torch.ops.aten.detach.default})
 """What `.data =` and `.data` dispatch; whoever reads what the latter gives is noticed then."""
 _BY_A_LOADER = (
@@ -50,6 +51,7 @@ class LoaderGuard:
         self._find_root = weakref.ref(root)
         self._loading = 0
         self._loading_model = 0
+        self._layers: list[weakref.ref[nn.Module]] = []
 
     @property
     def _root(self) -> Any:
@@ -80,6 +82,7 @@ class LoaderGuard:
         try:
             with PlaceholderGuard(self._component, _NO_VALUE, _BY_A_LOADER):
                 yield
+            self.refuse_merging()
         except BaseException:
             _take_out(self._root, before)
             raise
@@ -96,6 +99,24 @@ class LoaderGuard:
             if callable(getattr(self._root, name, None)):
                 found[name] = self._checked(name)
         return found
+
+    def refuse_merging(self) -> None:
+        """
+        Has the layers of adapters refuse to merge, those that came since too: quantized weights would be made anew
+        from placeholders, and show nothing of it.
+        """
+        refuse = refusal(f"'{self._component.name}'", "merge", _MERGED)
+        for _, layer in _tuner_layers(self._root):
+            if "merge" not in vars(layer):
+                object.__setattr__(layer, "merge", refuse)
+                self._layers.append(weakref.ref(layer))
+
+    def remove(self) -> None:
+        """Takes back what is on the layers. Idempotent."""
+        while self._layers:
+            layer = self._layers.pop()()
+            if layer is not None:
+                vars(layer).pop("merge", None)
 
     @property
     def streams_vocabulary(self) -> bool:

@@ -155,7 +155,7 @@ def test_fusing_is_refused(method: str) -> None:
             getattr(owner, method)()
     layer = pipe.text_encoder.get_submodule("encoder.layers.0.self_attn.q_proj")
     for safe in (False, True):  # PEFT's own, on one layer
-        with pytest.raises((RuntimeError, ValueError), match="single memory location|NaNs detected"):
+        with pytest.raises(ValueError, match="'merge' is refused.*Fuse before enabling"):
             layer.merge(safe_merge=safe)
     assert equal(outputs(pipe, 0), outputs(reference, 0))
     handle.remove()
