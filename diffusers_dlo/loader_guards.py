@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from diffusers.utils import is_peft_available, recurse_remove_peft_layers
@@ -76,7 +76,7 @@ class LoaderGuard:
         Raises:
             `RuntimeError`: it reads a placeholder. It is undone, as it is where it raises something else.
         """
-        before = _adapter_names(self._root)
+        before = _Adapters(self._root)
         self._loading += 1
         self._loading_model += names_only
         try:
@@ -84,7 +84,7 @@ class LoaderGuard:
                 yield
             self.refuse_merging()
         except BaseException:
-            _take_out(self._root, before)
+            before.restore()
             raise
         finally:
             self._loading -= 1
@@ -292,11 +292,15 @@ def _may_stay(tensor: ManagedTensor, value: Any) -> bool:
 
 
 def _tuner_layers(root: nn.Module) -> list[tuple[str, Any]]:
+    return [(path, module) for path, module in root.named_modules() if _is_tuner_layer(module)]
+
+
+def _is_tuner_layer(module: nn.Module) -> TypeGuard[Any]:
     if not is_peft_available():
-        return []
+        return False
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return [(path, module) for path, module in root.named_modules() if isinstance(module, BaseTunerLayer)]
+    return isinstance(module, BaseTunerLayer)
 
 
 def _adapter_names(root: nn.Module) -> set[str]:
@@ -308,14 +312,40 @@ def _adapter_names(root: nn.Module) -> set[str]:
     }
 
 
-def _take_out(root: nn.Module, before: set[str]) -> None:
-    """Takes out adapters that were not there before; they may be in some layers only."""
-    if not before and _tuner_layers(root):
-        recurse_remove_peft_layers(root)
-        vars(root).pop("peft_config", None)
-        root._hf_peft_config_loaded = False  # type: ignore[assignment]
-        return
-    for name in _adapter_names(root) - before:
-        for _, layer in _tuner_layers(root):
-            layer.delete_adapter(name)
-        getattr(root, "peft_config", {}).pop(name, None)
+class _Adapters:
+    """
+    The adapters that a model has, so that what a loader that fails adds can be taken out again; it may have got to
+    some layers only, or to none.
+
+    Args:
+        root (`nn.Module`): the model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root: Any = root
+        self._names = {*_adapter_names(root), *(getattr(root, "peft_config", None) or {})}
+        self._active = {id(layer): (layer, list(layer.active_adapters)) for _, layer in _tuner_layers(root)}
+        self._marks = {name: vars(root)[name] for name in ("_hf_peft_config_loaded",) if name in vars(root)}
+
+    def restore(self) -> None:
+        """Takes out what was not there when this was made."""
+        root = self._root
+        if not self._names:
+            if _tuner_layers(root):
+                recurse_remove_peft_layers(root)
+            vars(root).pop("peft_config", None)
+            vars(root).pop("_hf_peft_config_loaded", None)
+            vars(root).update(self._marks)
+            return
+        configs = getattr(root, "peft_config", {})
+        for name in {*_adapter_names(root), *configs} - self._names:
+            for _, layer in _tuner_layers(root):
+                layer.delete_adapter(name)
+            configs.pop(name, None)
+        for layer, active in self._active.values():
+            if list(layer.active_adapters) != active:
+                layer.set_adapter(active)
+        for parent in list(root.modules()):
+            for name, child in list(parent.named_children()):
+                if _is_tuner_layer(child) and id(child) not in self._active:
+                    setattr(parent, name, child.get_base_layer())
