@@ -7,7 +7,7 @@ not know what streams.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from diffusers.utils import is_peft_available, recurse_remove_peft_layers
 from torch import nn
@@ -15,11 +15,7 @@ from torch import nn
 
 def tuner_layers(root: nn.Module) -> list[tuple[str, Any]]:
     """The layers of a model that PEFT has put adapters on, by their names."""
-    if not is_peft_available():
-        return []
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return [(path, module) for path, module in root.named_modules() if isinstance(module, BaseTunerLayer)]
+    return [(path, module) for path, module in root.named_modules() if _is_tuner_layer(module)]
 
 
 def adapter_modules(root: nn.Module) -> set[int]:
@@ -51,14 +47,48 @@ def adapter_names(root: nn.Module) -> set[str]:
     }
 
 
-def take_out(root: nn.Module, before: set[str]) -> None:
-    """Takes out adapters that were not there before; they may be in some layers only."""
-    if not before and tuner_layers(root):
-        recurse_remove_peft_layers(root)
-        vars(root).pop("peft_config", None)
-        root._hf_peft_config_loaded = False  # type: ignore[assignment]
-        return
-    for name in adapter_names(root) - before:
-        for _, layer in tuner_layers(root):
-            layer.delete_adapter(name)
-        getattr(root, "peft_config", {}).pop(name, None)
+class Adapters:
+    """
+    The adapters that a model has, so that what a loader that fails adds can be taken out again; it may have got to
+    some layers only, or to none.
+
+    Args:
+        root (`nn.Module`): the model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root: Any = root
+        self._names = {*adapter_names(root), *(getattr(root, "peft_config", None) or {})}
+        self._active = {id(layer): (layer, list(layer.active_adapters)) for _, layer in tuner_layers(root)}
+        self._marks = {name: vars(root)[name] for name in ("_hf_peft_config_loaded",) if name in vars(root)}
+
+    def restore(self) -> None:
+        """Takes out what was not there when this was made."""
+        root = self._root
+        if not self._names:
+            if tuner_layers(root):
+                recurse_remove_peft_layers(root)
+            vars(root).pop("peft_config", None)
+            vars(root).pop("_hf_peft_config_loaded", None)
+            vars(root).update(self._marks)
+            return
+        configs = getattr(root, "peft_config", {})
+        for name in {*adapter_names(root), *configs} - self._names:
+            for _, layer in tuner_layers(root):
+                layer.delete_adapter(name)
+            configs.pop(name, None)
+        for layer, active in self._active.values():
+            if list(layer.active_adapters) != active:
+                layer.set_adapter(active)
+        for parent in list(root.modules()):
+            for name, child in list(parent.named_children()):
+                if _is_tuner_layer(child) and id(child) not in self._active:
+                    setattr(parent, name, child.get_base_layer())
+
+
+def _is_tuner_layer(module: nn.Module) -> TypeGuard[Any]:
+    if not is_peft_available():
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(module, BaseTunerLayer)

@@ -113,7 +113,7 @@ class Attachment:
         self.loaders = LoaderGuard(self.component, self.module)
         self._guards = Guards(self.component, self.module, self._engine.platform.device, self.loaders)
         self._guards.attach()
-        self._hooks = ComponentHooks(self._engine, self.component, self.module, self._unit_modules)
+        self._hooks = ComponentHooks(self._engine, self.component, self.module, self._unit_modules, self.loaders)
         self._hooks.attach(on_removal)
         object.__setattr__(self.module, HANDLE, handle)
         # A pipeline that is dropped without disabling gives its memory back too. At exit there is nothing to give

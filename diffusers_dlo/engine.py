@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .caller import Caller, find_caller
+from .caller import Caller, find_caller, is_inside_package
 from .config import DistributedLayerwiseOffloadConfig
 from .device.platform import Platform
 from .distributed.control import GroupEnded, GroupLost, RankLost, logger
@@ -76,7 +76,12 @@ class Engine:
         the engine.
         """
         self._discarded.append(component)
-        if not self._open and self._thread is None and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._open and not is_inside_package() and self.lanes.find("all_gather") is None:
+            self._close_interrupted()
+            self._thread = self._thread if self._open else None
+        if not self._open and self._thread is None:
             self._bury()
 
     def _bury(self) -> None:

@@ -69,6 +69,7 @@ class Guards:
                 self._shadows.put(root, name, refusal(f"'{component.name}'", name, reason))
         for name, replacement in self._loaders.replacements().items():
             self._shadows.put(root, name, replacement)
+        self._loaders.refuse_merging()
         managed = component.stand_ins
         for module in root.modules():  # what the model's own method, and some loaders of adapters, call
             fuses = callable(getattr(module, "fuse_projections", None))
@@ -101,6 +102,7 @@ class Guards:
 
     def remove(self) -> None:
         """Takes every guard back. Idempotent."""
+        self._loaders.remove()
         self._shadows.remove()
         while self._handles:
             self._handles.pop().remove()

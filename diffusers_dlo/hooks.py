@@ -8,7 +8,6 @@ Must not hold weights, nor decide what is fetched.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,9 +30,9 @@ from .compilation import (
 )
 from .distributed.companions import find_companions
 from .engine import Engine
-from .first_forward import FirstForward
+from .first_forward import Entered, FirstForward
 from .interrupts import interrupts
-from .loader_guards import refuse_adapters_of_placeholders
+from .loader_guards import LoaderGuard, refuse_adapters_of_placeholders
 from .marker import put_marker, remove_marker
 from .outputs import own_output
 from .step_caches import acquire_inside, give_back_references, has_hooks, is_acquired_inside
@@ -54,6 +53,7 @@ class ComponentHooks:
         component (`Component`): its state.
         root (`nn.Module`): the component's module.
         modules (`Sequence[tuple[nn.Module, ...]]`): those of each of the component's units, in the same order.
+        loaders (`LoaderGuard`): what its loaders of adapters go through.
     """
 
     def __init__(
@@ -62,8 +62,10 @@ class ComponentHooks:
         component: Component,
         root: nn.Module,
         modules: Sequence[tuple[nn.Module, ...]],
+        loaders: LoaderGuard,
     ) -> None:
         self._engine = engine
+        self._loaders = loaders
         self._component = component
         # Blocks hold these hooks, and the engine holds blocks: a model that is dropped has to be free to go.
         self._find_root = weakref.ref(root)
@@ -79,7 +81,7 @@ class ComponentHooks:
         self._checked = self._compiled_checked = self._unwatched = False
         self._compiled: CompiledParts | None = None
         self._adapters = adapter_configs(root)
-        self._entered: tuple[nn.Module, set[int], int] | None = None
+        self._entered: Entered | None = None
 
     @property
     def _watched(self) -> tuple[nn.Module, ...]:
@@ -174,22 +176,20 @@ class ComponentHooks:
         @torch.compiler.disable(reason=WHY_DISABLED)
         def pre(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             refuse_tracing(self._component.name)
-            # One left by a KeyboardInterrupt, after which torch runs no hooks, does not enclose what is called next.
-            if self._entered is None or id(module) not in self._entered[1]:
+            if self._entered is None or not self._entered.encloses(module):
                 self._check_alone()
                 self._check_adapters()
                 entries = (find() for find in self._find_entries)
                 self._component.companions = find_companions(entry for entry in entries if entry is not None)
                 self._engine.enter(self._component)
                 self.end_first()
-                self._entered = (module, inner, threading.get_ident())
-                self._begin_first()
+                self._entered = Entered(module, inner)
+                self._begin_first(self._entered)
 
         @torch.compiler.disable(reason=WHY_DISABLED)
         def post(module: nn.Module, args: tuple, output: Any) -> None:
             # Not if entering was refused, to a second thread.
-            entered = self._entered
-            if entered is not None and entered[0] is module and entered[2] == threading.get_ident():
+            if self._entered is not None and self._entered.is_of(module):
                 self._entered = None
                 self.end_first()
                 self._engine.leave(self._component, complete=output is not None)
@@ -214,13 +214,14 @@ class ComponentHooks:
         root = self._find_root()
         configs = () if root is None else adapter_configs(root)
         if root is not None and not same_objects(configs, self._adapters):
+            self._loaders.refuse_merging()
             refuse_adapters_of_placeholders(root, self._component)
             self._adapters = configs
             self._checked = False
 
     # The first forward of a component looks for weights that are used outside their block's turn.
 
-    def _begin_first(self) -> None:
+    def _begin_first(self, entered: Entered) -> None:
         # Dynamo gives up for good on what it meets under the guard.
         self._unwatched = not self._compiled_checked and is_caller_compiled()
         if self._checked or self._unwatched:
@@ -230,7 +231,9 @@ class ComponentHooks:
         self._unwatched = any(id(module) not in inside for module in compiled)
         if not self._unwatched:
             with interrupts:
-                self._first = FirstForward(self._component, self._acquire_submodule, self._keep_leaf, bool(compiled))
+                self._first = FirstForward(
+                    self._component, entered, self._acquire_submodule, self._keep_leaf, bool(compiled)
+                )
 
     def _end_checks(self, output: Any) -> None:
         """A forward has returned `output`, or raised if that is None."""

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .adapters import adapter_names, take_out, tuner_layers
+from .adapters import Adapters, tuner_layers
 from .managed_tensor import ManagedTensor
 from .placeholder_guard import PlaceholderGuard
-from .shadows import Shadows
+from .shadows import Shadows, refusal
 from .tensor_utils import SMALL_BUFFER_NBYTES, put
 from .units import Component
 
@@ -28,6 +28,7 @@ _LOADERS_ON_MODEL = ("add_adapter", "load_lora_adapter", "load_adapter", "save_l
 _LOADERS_ON_PIPELINE = ("load_lora_weights", "unload_lora_weights", "load_ip_adapter")
 _VOCABULARY_ON_MODEL = ("resize_token_embeddings", "set_input_embeddings")
 _VOCABULARY_ON_PIPELINE = ("load_textual_inversion", "unload_textual_inversion")
+_MERGED = "it would add to weights that are not on the device. Fuse before enabling"
 _NO_VALUE = frozenset({torch.ops.aten._has_compatible_shallow_copy_type.default, torch.ops.aten.detach.default})
 """What `.data =` and `.data` dispatch; whoever reads what the latter gives is noticed then."""
 _BY_A_LOADER = (
@@ -51,6 +52,7 @@ class LoaderGuard:
         self._find_root = weakref.ref(root)
         self._loading = 0
         self._loading_model = 0
+        self._shadows = Shadows()
 
     @property
     def _root(self) -> Any:
@@ -75,14 +77,15 @@ class LoaderGuard:
         Raises:
             `RuntimeError`: it reads a placeholder. It is undone, as it is where it raises something else.
         """
-        before = adapter_names(self._root)
+        before = Adapters(self._root)
         self._loading += 1
         self._loading_model += names_only
         try:
             with PlaceholderGuard(self._component, _NO_VALUE, _BY_A_LOADER):
                 yield
+            self.refuse_merging()
         except BaseException:
-            take_out(self._root, before)
+            before.restore()
             raise
         finally:
             self._loading -= 1
@@ -97,6 +100,20 @@ class LoaderGuard:
             if callable(getattr(self._root, name, None)):
                 found[name] = self._checked(name)
         return found
+
+    def refuse_merging(self) -> None:
+        """
+        Has the layers of adapters refuse to merge, those that came since too: quantized weights would be made anew
+        from placeholders, and show nothing of it.
+        """
+        refuse = refusal(f"'{self._component.name}'", "merge", _MERGED)
+        for _, layer in tuner_layers(self._root):
+            if "merge" not in vars(layer):
+                self._shadows.put(layer, "merge", refuse)
+
+    def remove(self) -> None:
+        """Takes back what is on the layers. Idempotent."""
+        self._shadows.remove()
 
     @property
     def streams_vocabulary(self) -> bool:

@@ -10,7 +10,12 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_leaves
 
 from .units import Component, Unit
@@ -43,6 +48,7 @@ class PlaceholderGuard(TorchDispatchMode):
         allowed (`Collection`): operations that read no value; nor do those whose result is on the meta device.
         when (`str`): the end of the message: when it was read, and the way out.
         keep (`Callable`, *optional*): called first with a leaf whose placeholder is read; it may be there after that.
+        is_over (`Callable`, *optional*): whether what it watches has ended without taking it off: it lets all pass.
     """
 
     def __init__(
@@ -51,13 +57,34 @@ class PlaceholderGuard(TorchDispatchMode):
         allowed: Collection[Any] = RE_POINTING,
         when: str = _OUTSIDE,
         keep: Callable[[Unit], None] | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self._component = component
         self._allowed = allowed
         self._when = when
         self._keep = keep
+        self._is_over = is_over
+        self._below: list[TorchDispatchMode] = []
         self._placeholders = find_placeholders(component)
+
+    def __enter__(self) -> Any:
+        self._below = _get_current_dispatch_mode_stack()[-1:]
+        return super().__enter__()
+
+    def take_off(self) -> None:
+        """
+        Ends it wherever it is. After an interrupt, users may have entered modes of their own that are still on; or a
+        mode that they left took this one off in its place, and is on still.
+        """
+        stack = _get_current_dispatch_mode_stack()
+        last = [index for index, mode in enumerate(stack) if mode is self or mode in self._below][-1:]
+        if not last:
+            return
+        above = [_pop_mode() for _ in range(len(stack) - 1 - last[0])]
+        self.__exit__(None, None, None)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         reads = func not in self._allowed and str((kwargs or {}).get("device")) != "meta"
@@ -66,6 +93,8 @@ class PlaceholderGuard(TorchDispatchMode):
                 continue
             for plain in plain_tensors(operand):
                 found = self._find(plain)
+                if found is not None and self._is_over():
+                    return func(*args, **(kwargs or {}))
                 if found is not None and self._keep is not None and found[0].layout.is_leaf:
                     self._keep(found[0])
                     found = self._find(plain)  # a view that was made before is still one of the placeholder

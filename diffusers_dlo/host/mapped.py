@@ -25,7 +25,7 @@ from ..checkpoint.read_ahead import read_ahead
 from ..device.platform import Platform
 from ..offload_plan import OffloadPlan
 from .packed import PackedStore
-from .store import Extent, tensor_view
+from .store import Extent, apart, tensor_view
 
 
 logger = logging.get_logger(__name__)
@@ -171,7 +171,7 @@ class MappedStore(PackedStore):
         values = self._files[place.file.path].values[place.file.offset :][: place.nbytes]
         if values.data_ptr() % getattr(torch, place.dtype).itemsize:
             values = values.clone()  # a tensor of the file that no processor could read in place
-        return tensor_view(values, place, base=place.offset)
+        return tensor_view(apart(values), place, base=place.offset)
 
     def private_view(self, unit: int, tensor: int) -> torch.Tensor | None:
         in_file = self.layouts[unit].tensors[tensor].file is not None

@@ -21,7 +21,7 @@ from diffusers.utils import logging
 from ..device.platform import Platform
 from ..offload_plan import OffloadPlan
 from .registration import Registrations
-from .store import Extent, HostStore, copy_range, tensor_view
+from .store import Extent, HostStore, apart, copy_range, tensor_view
 
 
 logger = logging.get_logger(__name__)
@@ -130,7 +130,8 @@ class PackedStore(HostStore):
 
     def view(self, unit: int, tensor: int) -> torch.Tensor | None:
         place = self.layouts[unit].tensors[tensor]
-        return tensor_view(self._part(unit, place.offset, place.offset + place.nbytes), place, base=place.offset)
+        memory = self._part(unit, place.offset, place.offset + place.nbytes)
+        return tensor_view(apart(memory), place, base=place.offset)
 
     def private_view(self, unit: int, tensor: int) -> torch.Tensor | None:
         if self._private is None:

@@ -12,7 +12,7 @@ import torch
 
 from ..device.platform import Platform
 from ..offload_plan import OffloadPlan
-from .store import Extent, HostStore, copy_range, tensor_view
+from .store import Extent, HostStore, apart, copy_range, tensor_view
 
 
 _CHUNK_NBYTES = 256 << 20
@@ -61,7 +61,8 @@ class PinnedStore(HostStore):
         place = self.layouts[unit].tensors[tensor]
         start = self._starts[unit] + place.offset
         pieces = [source for _, source in self._pieces(start, start + place.nbytes)]
-        return tensor_view(pieces[0] if len(pieces) == 1 else torch.cat(pieces), place, base=place.offset)
+        memory = apart(pieces[0]) if len(pieces) == 1 else torch.cat(pieces)
+        return tensor_view(memory, place, base=place.offset)
 
     def private_view(self, unit: int, tensor: int) -> torch.Tensor | None:
         view = self.view(unit, tensor)

@@ -137,6 +137,14 @@ def tensor_view(image: torch.Tensor, tensor: TensorLayout, base: int = 0) -> tor
     return typed_view(image, tensor.offset - base, tensor.nbytes, dtype, tensor.shape, tensor.stride)
 
 
+def apart(memory: torch.Tensor) -> torch.Tensor:
+    """
+    The same bytes, with a storage of their own: what is pickled is a tensor's whole storage, and what has one storage
+    goes into one file of a checkpoint.
+    """
+    return torch.from_numpy(memory.numpy()) if memory.numel() else memory
+
+
 def copy_range(layout: BlockLayout, tensors: Sequence[torch.Tensor], start: int, out: torch.Tensor) -> None:
     """
     Copies bytes `[start, start + len(out))` of a block's image, made up of `tensors`, into `out` on the host; of those

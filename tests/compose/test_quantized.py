@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -184,3 +185,24 @@ def test_a_weight_that_forward_exchanges_stays_exchanged(transfer: str) -> None:
     assert_same_state(model.state_dict(), reference.state_dict())
     handle.remove()
     assert_same_contents(contents(model), contents(reference))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in AVAILABLE if kind in ("quanto_int8", "bnb_int8", "gguf_q8")])
+def test_an_adapter_does_not_merge_into_what_is_not_there(kind: str) -> None:
+    """PEFT would make quantized weights anew from placeholders; integers among these are no NaN that would show."""
+    reference, model = quantized(kind, stack()), quantized(kind, stack())
+    handle = apply_distributed_layerwise_offload(model, transfer="local")
+    for each in (reference, model):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["up"], init_lora_weights=False)
+        peft.inject_adapter_in_model(config, each, "x")
+        each.requires_grad_(False)
+    for _ in range(2):
+        assert torch.equal(model(feed(0)), reference(feed(0)))
+        layer = model.blocks[1].up
+        for safe in (False, True):
+            with pytest.raises(ValueError, match="'merge' is refused while 'model'.*Fuse before enabling"):
+                layer.merge(safe_merge=safe)
+    handle.remove()
+    assert "merge" not in vars(layer)
+    assert_same_state(model.state_dict(), reference.state_dict())
