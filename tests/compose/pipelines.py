@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tiny_checkpoints
 
 
-diffusers_logging.disable_progress_bar()
-transformers_logging.disable_progress_bar()
-
-
 def build(folder: Path) -> dict[str, str]:
     """The paths of the checkpoints, by name."""
     return {
@@ -33,7 +31,20 @@ def build(folder: Path) -> dict[str, str]:
 def load(path: str) -> DiffusionPipeline:
     """A pipeline of its own, in the dtype of its files."""
     cls = WanPipeline if Path(path).name == "wan" else FluxPipeline
-    return quiet(cls.from_pretrained(path, dtype=torch.bfloat16))
+    with no_bars():
+        return quiet(cls.from_pretrained(path, dtype=torch.bfloat16))
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Loading shows no bars in it; they are switched for the whole process, and other tests look at them."""
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        diffusers_logging.enable_progress_bar()
+        transformers_logging.enable_progress_bar()
 
 
 def quiet(pipe: Any) -> Any:
