@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from .byte_size import format_bytes
+from .caller import find_caller
 from .compilation import (
     WHY_DISABLED,
     CompiledParts,
@@ -275,7 +276,7 @@ class _FirstForward:
     What is active during the first forward: a global hook on module calls, and, while no block computes, the guard on
     placeholders. Not inside blocks: dynamo gives up for good on what it meets under such a guard, and where blocks are
     `compiled`, it would compile them for the hook. Interrupts are deferred while these go on and off: both are kept by
-    torch, which would not take back one of them alone.
+    torch, which would not take back one of them alone. After an interrupt they end with the next call of any module.
     """
 
     def __init__(
@@ -291,6 +292,7 @@ class _FirstForward:
         self._handle = self._hook_calls()
         self._component = component
         self._thread = threading.get_ident()
+        self._caller = find_caller(is_root=True)
         self._guard: PlaceholderGuard | None = None
         self._inside: set[Unit] = set()
         self._watch()
@@ -313,13 +315,23 @@ class _FirstForward:
 
     def close(self) -> None:
         """Ends it all."""
-        self._unwatch()
-        self._handle.remove()
+        with interrupts:
+            self._unwatch()
+            self._handle.remove()
+            self._caller = None
+
+    def _is_over(self) -> bool:
+        """Whether the forward has ended without its hooks: another one may never come to end this."""
+        here = threading.get_ident() == self._thread
+        return here and self._caller is not None and not self._caller.is_running()
 
     def _hook_calls(self) -> RemovableHandle:
         @torch.compiler.disable(reason=WHY_DISABLED)
         def pre(module: nn.Module, args: tuple) -> None:
-            self._on_call(module)
+            if self._is_over():
+                self.close()
+            else:
+                self._on_call(module)
 
         return register_module_forward_pre_hook(pre)
 
