@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from diffusers import DiffusionPipeline, ModularPipeline
@@ -30,6 +30,8 @@ _REFUSED = {
     "fuse_qkv_projections": "it would fuse placeholders. Fuse before enabling",
 }
 _CASTS = {DiffusionPipeline.to.__code__, ModularPipeline.to.__code__}
+_PassedOver: TypeAlias = list[tuple[weakref.ref, weakref.ref]]
+"""Hooks of accelerate, each with the one before it, whose component streams."""
 _DEPTH = 12
 """How many calls lie between a pipeline's `to` and a component's `_apply`, at most; wrappers of users included."""
 
@@ -46,11 +48,12 @@ class PipelineGuards:
     def __init__(self, pipeline: Any, device: torch.device) -> None:
         # Held weakly: a component that the user drops has to be free to go.
         self._shadows: list[tuple[weakref.ref, str, weakref.ref]] = []
+        self._passed_over: _PassedOver = []
         for name, reason in _REFUSED.items():
             if callable(getattr(pipeline, name, None)):
                 self._shadow(pipeline, name, refusal("this pipeline", name, reason))
         if callable(getattr(pipeline, "enable_model_cpu_offload", None)):
-            self._shadow(pipeline, "enable_model_cpu_offload", _model_offload(pipeline, device))
+            self._shadow(pipeline, "enable_model_cpu_offload", _model_offload(pipeline, device, self._passed_over))
         for component in _modules(pipeline):
             if not _streams(component) and "_apply" not in vars(component):
                 # A bound method, so that a copy of the component has its own, and what is pickled the class's.
@@ -63,16 +66,21 @@ class PipelineGuards:
             owner, guard = find_owner(), find_shadow()
             if owner is not None and guard is not None and vars(owner).get(name) is guard:
                 del vars(owner)[name]
+        while self._passed_over:
+            find_hook, find_previous = self._passed_over.pop()
+            hook, previous = find_hook(), find_previous()
+            if hook is not None and previous is not None:
+                hook.prev_module_hook = previous
 
     def _shadow(self, owner: Any, name: str, guard: Callable) -> None:
         object.__setattr__(owner, name, guard)
         self._shadows.append((weakref.ref(owner), name, weakref.ref(guard)))
 
 
-def _model_offload(pipeline: Any, onload_device: torch.device) -> Callable:
+def _model_offload(pipeline: Any, onload_device: torch.device, passed_over: _PassedOver) -> Callable:
     """
     The class's `enable_model_cpu_offload`, to the device that the offload streams to. What streams ignores its moves,
-    and its other components are on the device in turn.
+    and its other components are on the device in turn. `passed_over` is what is to be put back when nothing streams.
     """
     original = type(pipeline).enable_model_cpu_offload
 
@@ -88,8 +96,11 @@ def _model_offload(pipeline: Any, onload_device: torch.device) -> Callable:
             )
         original(pipeline, device=onload_device)
         # Else each forward after a component that streams would offload it anew, and empty the device's cache.
+        passed_over.clear()
         for user_hook in getattr(pipeline, "_all_hooks", ()):
             hook = user_hook.hook
+            if hook.prev_module_hook is not None and _streams(hook.prev_module_hook.model):
+                passed_over.append((weakref.ref(hook), weakref.ref(hook.prev_module_hook)))
             while hook.prev_module_hook is not None and _streams(hook.prev_module_hook.model):
                 hook.prev_module_hook = hook.prev_module_hook.hook.prev_module_hook
 
