@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from diffusers import DiffusionPipeline, ModularPipeline
@@ -30,6 +31,8 @@ _REFUSED = {
     "fuse_qkv_projections": "it would fuse placeholders. Fuse before enabling",
 }
 _CASTS = {DiffusionPipeline.to.__code__, ModularPipeline.to.__code__}
+_PassedOver: TypeAlias = list[tuple[weakref.ref, weakref.ref]]
+"""Hooks of accelerate, each with the one before it, whose component streams."""
 _DEPTH = 12
 """How many calls lie between a pipeline's `to` and a component's `_apply`, at most; wrappers of users included."""
 
@@ -45,11 +48,13 @@ class PipelineGuards:
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
         self._shadows = Shadows()
+        self._passed_over: _PassedOver = []
         for name, reason in _REFUSED.items():
             if callable(getattr(pipeline, name, None)):
                 self._shadows.put(pipeline, name, refusal("this pipeline", name, reason))
         if callable(getattr(pipeline, "enable_model_cpu_offload", None)):
-            self._shadows.put(pipeline, "enable_model_cpu_offload", _model_offload(pipeline, device))
+            offload = _model_offload(pipeline, device, self._passed_over)
+            self._shadows.put(pipeline, "enable_model_cpu_offload", offload)
         for component in _modules(pipeline):
             if not _streams(component) and "_apply" not in vars(component):
                 # A bound method, so that a copy of the component has its own, and what is pickled the class's.
@@ -58,12 +63,17 @@ class PipelineGuards:
     def remove(self) -> None:
         """Takes every guard back. Idempotent."""
         self._shadows.remove()
+        while self._passed_over:
+            find_hook, find_previous = self._passed_over.pop()
+            hook, previous = find_hook(), find_previous()
+            if hook is not None and previous is not None:
+                hook.prev_module_hook = previous
 
 
-def _model_offload(pipeline: Any, onload_device: torch.device) -> Callable:
+def _model_offload(pipeline: Any, onload_device: torch.device, passed_over: _PassedOver) -> Callable:
     """
     The class's `enable_model_cpu_offload`, to the device that the offload streams to. What streams ignores its moves,
-    and its other components are on the device in turn.
+    and its other components are on the device in turn. `passed_over` is what is to be put back when nothing streams.
     """
     original = type(pipeline).enable_model_cpu_offload
 
@@ -79,8 +89,11 @@ def _model_offload(pipeline: Any, onload_device: torch.device) -> Callable:
             )
         original(pipeline, device=onload_device)
         # Else each forward after a component that streams would offload it anew, and empty the device's cache.
+        passed_over.clear()
         for user_hook in getattr(pipeline, "_all_hooks", ()):
             hook = user_hook.hook
+            if hook.prev_module_hook is not None and _streams(hook.prev_module_hook.model):
+                passed_over.append((weakref.ref(hook), weakref.ref(hook.prev_module_hook)))
             while hook.prev_module_hook is not None and _streams(hook.prev_module_hook.model):
                 hook.prev_module_hook = hook.prev_module_hook.hook.prev_module_hook
 

@@ -163,7 +163,9 @@ def _new_control_group(timeout: float) -> dist.ProcessGroup:
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {dist.get_rank()}: the {dist.get_world_size()} ranks could not connect within {timeout:.0f} s: one "
-            "has ended, is late, or cannot open sockets. All ranks of the launcher enable together, between forwards. "
+            "has ended, is late, cannot open sockets, or has made process groups that others have not, which torch "
+            "counts (enable_parallelism on some ranks only). All ranks of the launcher enable together, between "
+            "forwards, and before what only some of them do. "
             f"({str(error).splitlines()[0]})"
         ) from error
 

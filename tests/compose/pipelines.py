@@ -15,6 +15,8 @@ from diffusers import DiffusionPipeline, FluxPipeline, WanPipeline
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
+import diffusers_dlo  # noqa: F401  # adds the methods that these tests call
+
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import tiny_checkpoints

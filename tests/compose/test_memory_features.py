@@ -78,6 +78,12 @@ def test_model_offload_after_enabling(path: str, plain: np.ndarray) -> None:
         assert same(call(pipe), plain)
     handle.remove()
     assert all(isinstance(getattr(pipe, name)._hf_hook, CpuOffload) for name in ALL)
+    # Now each offloads the one before it, as without the offload.
+    hooks = {name: getattr(pipe, name)._hf_hook.prev_module_hook for name in ALL}
+    sequence = ["text_encoder", "text_encoder_2", "transformer", "vae"]
+    assert hooks["text_encoder"] is None
+    for name, following in zip(sequence, sequence[1:]):
+        assert hooks[following].model is getattr(pipe, name)
     transformer = pipe.transformer
     assert "_old_forward" in vars(transformer) and transformer.forward is not transformer._old_forward
     assert transformer._old_forward.__func__ is type(transformer).forward

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig, ParallelConfig, TensorParallelConfig
+from diffusers.hooks import MagCacheConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -122,6 +123,36 @@ def check_late_companions(rank: int) -> None:
         assert_equal(run(model, inputs("flux", step)), expected, step)
     assert_in_step(handle, passes=6)
     handle.remove()
+
+
+def check_with_a_cache(rank: int) -> None:
+    """A step cache that leaves out whole steps, over the split and under it."""
+    for cache_first, options in ((True, OPTIONS), (False, {**OPTIONS, "device_budget": 300_000})):
+        reference, model = build("flux", 3), build("flux", 3)
+        handle = apply_distributed_layerwise_offload(model, **options)
+        for module in (reference, model):
+            for part in ("cache", "split") if cache_first else ("split", "cache"):
+                if part == "split":
+                    split(module, ulysses_degree=2)
+                else:
+                    module.enable_cache(
+                        MagCacheConfig(
+                            mag_ratios=[1.0] * 5, num_inference_steps=5, max_skip_steps=2, retention_ratio=0.2
+                        )
+                    )
+        for step in range(5):
+            outputs = []
+            for module in (reference, model):
+                with module.cache_context("cond"):
+                    outputs.append(run(module, inputs("flux", step)))
+            assert_equal(outputs[1], outputs[0], (cache_first, step))
+        report = handle.report()
+        assert (report.skipped_blocks, report.resident_bytes > 0) == (12, not cache_first), (
+            "three steps of four blocks"
+        )
+        if cache_first:
+            assert_in_step(handle, passes=2)
+        handle.remove()
 
 
 def check_absent_companions(rank: int) -> None:
@@ -247,6 +278,7 @@ def _on_two_ranks(rank: int, size: int) -> None:
     check_both_orders(rank, "wan", {"ulysses_degree": 2, "ulysses_anything": True})
     del library
     check_late_companions(rank)
+    check_with_a_cache(rank)
     check_absent_companions(rank)
     check_own_seams(rank)
     check_split_weights(rank, size)
