@@ -206,3 +206,29 @@ def test_an_adapter_does_not_merge_into_what_is_not_there(kind: str) -> None:
     handle.remove()
     assert "merge" not in vars(layer)
     assert_same_state(model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.skipif("bnb_int8" not in AVAILABLE, reason="needs bitsandbytes")
+def test_what_shows_the_bytes_a_second_time_keeps_no_memory() -> None:
+    """A forward before enabling has put the bytes beside the layer: they go when the parameter's go, and come back."""
+    model = quantized("bnb_int8", stack())
+    model(feed(0))
+    layer = model.blocks[1].up
+    twin, nbytes = layer.state.CB, layer.weight.nbytes
+    assert twin.untyped_storage().nbytes() == nbytes
+    handle = apply_distributed_layerwise_offload(model, transfer="local")
+    assert twin.untyped_storage().nbytes() == 1
+    handle.remove()
+    assert layer.state.CB is twin and twin.data_ptr() == layer.weight.data_ptr()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in AVAILABLE if kind in ("torchao_int8", "quanto_int8")])
+def test_part_of_the_weights_does_not_load_into_a_wrapper(kind: str) -> None:
+    reference, model = quantized(kind, stack()), quantized(kind, stack())
+    handle = apply_distributed_layerwise_offload(model, transfer="local")
+    with pytest.raises(ValueError, match="'load_state_dict' is refused.*Disable first"):
+        model.load_state_dict({"blocks.1.up.weight": torch.zeros(model.blocks[1].up.weight.shape)}, strict=False)
+    with torch.no_grad():
+        assert torch.equal(model(feed(0)), reference(feed(0)))
+    handle.remove()
+    assert_same_state(model.state_dict(), reference.state_dict())
