@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from diffusers_dlo import apply_distributed_layerwise_offload
 from diffusers_dlo.process_engine import find_streamed
 from tests.compose.adapting import TWO, adapter, assert_same_weights, equal, flux, outputs
+from tests.toys import Failing, feed, toy
 
 
 BETWEEN_BLOCKS, IN_A_BLOCK = "norm_out", "transformer_blocks.1.ff"
@@ -100,3 +101,47 @@ def test_a_model_dropped_after_it_is_free(path: str, first: bool) -> None:
     assert watched() == (0, 0)
     gc.collect()
     assert store() is None
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("part", ("blocks.1.up", "out"), ids=("in_a_block", "outside_blocks"))
+def test_an_interrupted_first_forward_watches_nobody_else(part: str) -> None:
+    """The model is dropped, so no forward of its own ends the checks; nor do they, or its engine, keep it."""
+    model, other = toy(Failing, 3), toy(Failing, 3, seed=1)
+    expected = other(feed(0))
+    apply_distributed_layerwise_offload(model)
+    model.get_submodule(part).register_forward_pre_hook(_interrupt)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(feed(0))
+    assert watched() == (int(part == "out"), 1), "the first forward is watched"
+    dropped = weakref.ref(model)
+    del model
+    assert torch.equal(other(feed(0)), expected)
+    assert watched() == (0, 0)
+    handle = apply_distributed_layerwise_offload(other)
+    gc.collect()
+    assert dropped() is None
+    with torch.no_grad():
+        assert torch.equal(other(feed(0)), expected)
+    handle.remove()
+    assert watched() == (0, 0)
+
+
+def test_the_first_forward_after_an_interrupted_one_is_watched() -> None:
+    model, reference = toy(Failing, 3), toy(Failing, 3)
+    handle = apply_distributed_layerwise_offload(model)
+    interrupt = model.out.register_forward_pre_hook(_interrupt)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(feed(0))
+    interrupt.remove()
+    seen = []
+    watch = model.out.register_forward_pre_hook(lambda *_: seen.append(watched()))
+    with torch.no_grad():
+        outputs = [model(feed(seed)) for seed in range(2)]
+    assert seen == [(1, 1), (0, 0)]
+    watch.remove()
+    assert all(torch.equal(output, reference(feed(seed))) for seed, output in enumerate(outputs))
+    handle.remove()
