@@ -122,7 +122,8 @@ class LoaderGuard:
             weight = self._root.get_input_embeddings().weight
         except (AttributeError, NotImplementedError):
             return False
-        return any(tensor.born is weight for leaf in self._component.leaves for tensor in leaf.tensors)
+        held = (h for leaf in self._component.leaves for tensor in leaf.tensors for h in tensor.held)
+        return any(tensor is weight for tensor in held)
 
     def refuse_vocabulary(self, method: str) -> None:
         """
