@@ -97,8 +97,12 @@ class CompiledParts:
             return
         root = self._find_root()
         for kind, state in (*(() if root is None else ((type(root).__name__, vars(root)),)), *self._parts):
+            children = state["_modules"]
+            # A thousand parts are asked in each forward, and few or none are compiled.
+            if not (state.get("_compiled_call_impl") or "forward" in state or wrapper in map(type, children.values())):
+                continue
             compiled = [state.get("_compiled_call_impl"), state.get("forward")]
-            compiled += [vars(child).get("forward") for child in state["_modules"].values() if type(child) is wrapper]
+            compiled += [vars(child).get("forward") for child in children.values() if type(child) is wrapper]
             if any(call is not None and has_cuda_graphs(call) for call in compiled):
                 raise ValueError(cuda_graphs_text(self._name, kind))
         for compiler in _compiled_callers():
