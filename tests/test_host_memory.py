@@ -127,7 +127,7 @@ def load_and_run(rank: int, size: int, path: str) -> tuple[dict[str, int], dict[
     return before, loaded, after, report
 
 
-@pytest.mark.parametrize("size", (2, 4))
+@pytest.mark.parametrize("size", (2, pytest.param(4, marks=pytest.mark.slow)))
 def test_all_ranks_share_one_copy_and_have_next_to_none_of_their_own(checkpoint: Path, size: int) -> None:
     nbytes = nbytes_of(checkpoint)
     assert nbytes > 400e6

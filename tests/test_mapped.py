@@ -678,7 +678,7 @@ def _bits(rank: int, size: int, folder: Path) -> None:
         assert collected(folder) == [], name
 
 
-@pytest.mark.parametrize("size", (1, 2, 3))
+@pytest.mark.parametrize("size", (1, 2, pytest.param(3, marks=pytest.mark.slow)))
 def test_bits_are_those_of_ordinary_loading(size: int, checkpoints: Path) -> None:
     ranks(size, _bits, checkpoints)
 

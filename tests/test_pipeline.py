@@ -95,7 +95,7 @@ def _on_ranks(rank: int, size: int, paths: dict[str, str]) -> None:
         assert np.array_equal(call(name, pipe, rank)[0], call(name, reference, rank)[0])
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", (2, pytest.param(3, marks=pytest.mark.slow)))
 def test_ranks_with_prompts_of_their_own(size: int, checkpoints: dict[str, str]) -> None:
     run_ranks(size, _on_ranks, checkpoints, timeout=240)
 

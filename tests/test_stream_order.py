@@ -87,7 +87,7 @@ def outputs(
 
 @pytest.mark.parametrize("transfer", ("local", "all_gather"))
 def test_right_whatever_the_delays(transfer: str) -> None:
-    for seed in range(12):
+    for seed in range(8):
         got, expected = outputs(seed, transfer=transfer, num_slots=2 + seed % 3)
         assert all(torch.equal(a, b) for a, b in zip(got, expected)), seed
 

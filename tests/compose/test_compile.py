@@ -144,7 +144,7 @@ def test_dynamic_shapes_and_modes_compile_what_they_compile_without_offload() ->
 # ----------------------------------------------------------------------------------------------------- whole models
 
 
-@pytest.mark.parametrize("early", (True, False), ids=("before", "after"))
+@pytest.mark.parametrize("early", (pytest.param(True, marks=pytest.mark.slow), False), ids=("before", "after"))
 def test_whole_models(early: bool) -> None:
     """`model.compile()`, and the pipeline's transformer wrapped: cut at the blocks, and compiled once."""
     reference = build("wan", 3)

@@ -370,6 +370,6 @@ def _streamed(rank: int, size: int, path: str) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("size", (1, 2, pytest.param(3, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("size", (pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)))
 def test_a_streaming_pipeline(size: int, flux: str) -> None:
     run_ranks(size, _streamed, flux, timeout=110)

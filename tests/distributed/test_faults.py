@@ -97,10 +97,17 @@ def _killed(rank: int, size: int, where: str, host: str, path: str) -> tuple[flo
 
 
 @pytest.mark.parametrize(
-    "host,where",
-    (("packed", "in a block"), ("packed", "between forwards"), ("packed", "with a child"), ("mapped", "in a block")),
+    "size,host,where",
+    (
+        (2, "packed", "in a block"),
+        (2, "packed", "with a child"),
+        (2, "mapped", "in a block"),
+        (3, "packed", "in a block"),
+        (3, "packed", "between forwards"),
+        pytest.param(3, "packed", "with a child", marks=pytest.mark.slow),
+        pytest.param(3, "mapped", "in a block", marks=pytest.mark.slow),
+    ),
 )
-@pytest.mark.parametrize("size", (2, 3))
 def test_survivors_of_a_killed_rank_finish_by_themselves(size: int, host: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_file(toy(toys.Stack, 5).state_dict(), path)

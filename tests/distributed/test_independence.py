@@ -281,7 +281,7 @@ def _schedules(rank: int, size: int, first: int, count: int) -> int:
 @pytest.mark.parametrize(
     "size,first",
     (
-        (2, 0),
+        pytest.param(2, 0, marks=pytest.mark.slow),
         pytest.param(2, 50, marks=pytest.mark.slow),
         (3, 100),
         pytest.param(4, 150, marks=pytest.mark.slow),

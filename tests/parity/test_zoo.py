@@ -30,8 +30,16 @@ def _many(rank: int, size: int, cases: list[tuple[str, int, dict]]) -> int:
     return len(cases)
 
 
-@pytest.mark.parametrize("size", (2, 3))
-@pytest.mark.parametrize("num_blocks", BLOCKS)
+@pytest.mark.parametrize(
+    "size,num_blocks",
+    (
+        (2, 1),
+        (2, 2),
+        (2, 5),
+        (3, 3),
+        *(pytest.param(size, blocks, marks=pytest.mark.slow) for size, blocks in ((2, 3), (3, 1), (3, 2), (3, 5))),
+    ),
+)
 def test_ranks(size: int, num_blocks: int) -> None:
     run_ranks(size, _many, [(name, num_blocks, {}) for name in ALL])
 
