@@ -33,6 +33,7 @@ class ManagedTensor:
         self.placeholder = make_offload_placeholder(owned.tensor, device)
         self.born = born_on_device(owned.tensor, self.placeholder)
         self._twins = Twins(owned, self.born, self.placeholder)
+        self._has_twins = bool(owned.twins)
         # One that is re-pointed looks ordinary and has no version counter, so it is not to be used again.
         self._is_inference = owned.tensor.is_inference()
         self.kept = False
@@ -83,7 +84,8 @@ class ManagedTensor:
     def point(self, view: torch.Tensor) -> None:
         """Points the stand-in at a block's bytes in a slot."""
         self.born.data = view
-        self._twins.point(view)
+        if self._has_twins:
+            self._twins.point(view)
 
     def unpoint(self, view: torch.Tensor) -> None:
         """
@@ -99,7 +101,8 @@ class ManagedTensor:
         else:
             value = self.placeholder
         self.born.data = value
-        self._twins.point(value)
+        if self._has_twins:
+            self._twins.point(value)
 
     def restore(self, value: torch.Tensor | None) -> None:
         """Puts the original back in the modules, with `value` as its memory; None leaves it what it has."""
