@@ -36,6 +36,10 @@ class GatherLane(LapLane):
 
     def finish(self) -> None:
         if self.service is not None:
+            if self.platform.waits_on_host and torch.autograd._profiler_enabled() and self.service.turn.drives_here:
+                # Torch crashes where a collective that was begun in a profile ends after it, in another thread.
+                for slot in self._all_slots:
+                    self._settle(slot)
             self.service.turn.hand_back()
         elif self._lap is not None:
             self.finish_lap(is_ghost=False)
