@@ -42,13 +42,18 @@ class Entered:
         """Whether it has ended. May be asked from any thread."""
         return self._caller is not None and not self._caller.is_running()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is its thread."""
+        return self._thread == threading.get_ident()
+
     def encloses(self, module: nn.Module) -> bool:
         """Whether a call of `module` is part of it."""
         return id(module) in self._inner and not self.is_over
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether it is that of `module`, in this thread."""
-        return self._find_module() is module and self._thread == threading.get_ident()
+        return self._find_module() is module and self.is_here
 
 
 class FirstForward:
@@ -74,21 +79,20 @@ class FirstForward:
         self._compiled = compiled
         self._handle = self._hook_calls()
         self._component = component
-        self._thread = threading.get_ident()
         self._guard: PlaceholderGuard | None = None
         self._inside: set[Unit] = set()
         self._watch()
 
     def suspend(self, unit: Unit) -> None:
         """A unit computes."""
-        if threading.get_ident() == self._thread:
+        if self._entered.is_here:
             with interrupts:
                 self._inside.add(unit)
                 self._unwatch()
 
     def resume(self, unit: Unit) -> None:
         """A unit has computed, unless the call was one inside another of itself, or was refused to a second thread."""
-        if unit.held or threading.get_ident() != self._thread:
+        if unit.held or not self._entered.is_here:
             return
         with interrupts:
             self._inside.discard(unit)
@@ -103,7 +107,7 @@ class FirstForward:
     def _hook_calls(self) -> RemovableHandle:
         @torch.compiler.disable(reason=WHY_DISABLED)
         def pre(module: nn.Module, args: tuple) -> None:
-            if self._entered.is_over and threading.get_ident() == self._thread:
+            if self._entered.is_here and self._entered.is_over:
                 with interrupts:
                     self.close()
             else:
@@ -121,7 +125,7 @@ class FirstForward:
 
     def _unwatch(self) -> None:
         # The stack of guards belongs to a thread, and goes with it.
-        if self._guard is not None and threading.get_ident() == self._thread:
+        if self._guard is not None and self._entered.is_here:
             self._guard.take_off()
             if self._compiled:
                 self._handle.remove()

@@ -67,9 +67,9 @@ def refuse_foreign_hooks(module: nn.Module, path: str, device: torch.device | No
 
 def is_moved_by_others(module: nn.Module) -> bool:
     """Whether group offloading or accelerate decides where the weights of a component are."""
+    names = [name for name in _FOREIGN_HOOKS if name != "layerwise_casting"]
     for part in module.modules():
         registry = vars(part).get("_diffusers_hook")
-        names = [name for name in _FOREIGN_HOOKS if name != "layerwise_casting"]
         if "_hf_hook" in vars(part) or any(registry is not None and registry.get_hook(name) for name in names):
             return True
     return False
