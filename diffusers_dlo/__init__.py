@@ -4,6 +4,13 @@ Distributed Layerwise Offload for Hugging Face diffusers: models far larger than
 several ranks. Importing this package adds `enable_distributed_layerwise_offload` to every pipeline and model.
 """
 
+# ruff: noqa: E402
+
+from .device.backend_package import import_torch
+
+
+import_torch()  # first, and where a backend that torch loads by itself fails, with the reason
+
 from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline
 
 from ._version import __version__
@@ -19,6 +26,7 @@ from .checkpoint.loading import mapped_loading
 from .checkpoint.remap import load_mapped_checkpoint
 from .concurrency import ConcurrentGenerationError, generate_concurrently
 from .config import DistributedLayerwiseOffloadConfig
+from .device.platform import load_device_backends
 from .offload_plan import OffloadPlan, plan_distributed_layerwise_offload
 from .pipeline_mixin import DistributedLayerwiseOffloadMixin, install
 from .report import OffloadReport
@@ -27,6 +35,7 @@ from .transfer_choice import TransferTiming
 from .weight_value import host_view
 
 
+load_device_backends()
 install((DiffusionPipeline, ModularPipeline), ModelMixin)
 
 __all__ = [

@@ -22,8 +22,9 @@ from .block_discovery import Selection
 from .checkpoint.mapped import FileRange, FileStamp, Located, locate_tensors
 from .comparison import compare, digest_of, sample_weights
 from .config import DistributedLayerwiseOffloadConfig
+from .device.interface import Platform
 from .device.onload import resolve_device
-from .device.platform import Platform, get_platform
+from .device.platform import get_platform
 from .distributed.control import RankLost
 from .distributed.group import OffloadGroup, World, form_group, introduce, join_world, local_rank, open_gather
 from .engine import Engine

@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from .device.platform import Platform
+from .device.interface import Platform
 from .distributed.group import OffloadGroup
 from .host.shared_file import refusable, share_memory
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .device.platform import GRAPHS, GRAPHS_BACKENDS, GRAPHS_OPTION
 from .tensor_utils import iter_tensors
 
 
@@ -39,22 +40,22 @@ def refuse_tracing(name: str) -> None:
         )
 
 
-def has_cuda_graphs(compiled: object) -> bool:
-    """Whether a compiled call is recorded into CUDA graphs, which replay with the addresses that they recorded."""
+def records_graphs(compiled: object) -> bool:
+    """Whether a compiled call is recorded into device graphs, which replay with the addresses that they recorded."""
     read = getattr(compiled, "get_compiler_config", None)
-    if read is not None and (read() or {}).get("triton.cudagraphs"):
+    if read is not None and (read() or {}).get(GRAPHS_OPTION):
         return True
     # A function of torch's, made in a method of the compiler, which is to be had from nothing else.
     return any(_records_addresses(cell.cell_contents) for cell in getattr(read, "__closure__", None) or ())
 
 
 def _records_addresses(compiler: object) -> bool:
-    if (getattr(compiler, "compiler_config", None) or {}).get("triton.cudagraphs"):
+    if (getattr(compiler, "compiler_config", None) or {}).get(GRAPHS_OPTION):
         return True
     backend = getattr(compiler, "callback", None)
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
-    return getattr(backend, "compiler_name", None) == "cudagraphs"
+    return getattr(backend, "compiler_name", None) in GRAPHS_BACKENDS
 
 
 def is_caller_compiled() -> bool:
@@ -87,10 +88,10 @@ class CompiledParts:
         self._find_root = weakref.ref(root)
         self._parts = [(type(part).__name__, vars(part)) for part in root.modules() if part is not root]
 
-    def refuse_cuda_graphs(self) -> None:
+    def refuse_recorded_graphs(self) -> None:
         """
         Raises:
-            `ValueError`: a part of the component, or what calls it, was compiled into CUDA graphs.
+            `ValueError`: a part of the component, or what calls it, was compiled into device graphs.
         """
         wrapper = getattr(sys.modules.get(_EVAL_FRAME), "OptimizedModule", None)
         if wrapper is None:
@@ -103,17 +104,17 @@ class CompiledParts:
                 continue
             compiled = [state.get("_compiled_call_impl"), state.get("forward")]
             compiled += [vars(child).get("forward") for child in children.values() if type(child) is wrapper]
-            if any(call is not None and has_cuda_graphs(call) for call in compiled):
-                raise ValueError(cuda_graphs_text(self._name, kind))
+            if any(call is not None and records_graphs(call) for call in compiled):
+                raise ValueError(recorded_graphs_text(self._name, kind))
         for compiler in _compiled_callers():
             if _records_addresses(compiler):
-                raise ValueError(cuda_graphs_text(self._name, "its caller"))
+                raise ValueError(recorded_graphs_text(self._name, "its caller"))
 
 
-def cuda_graphs_text(name: str, kind: str) -> str:
-    """The refusal of what was compiled into CUDA graphs."""
+def recorded_graphs_text(name: str, kind: str) -> str:
+    """The refusal of what was compiled into device graphs."""
     return (
-        f"'{name}' ({kind}) is compiled with mode=\"reduce-overhead\" or another that records CUDA graphs: they "
+        f"'{name}' ({kind}) is compiled with mode=\"reduce-overhead\" or another that records {GRAPHS}: they "
         "replay fixed addresses, and a block's address changes with its slot. Use another mode."
     )
 

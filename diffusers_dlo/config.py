@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .byte_size import parse_bytes
+from .device.onload import parse_device
 
 
 if TYPE_CHECKING:
@@ -95,10 +96,7 @@ class DistributedLayerwiseOffloadConfig:
         if self.onload_device is not None:
             if not isinstance(self.onload_device, (str, torch.device)):
                 raise TypeError(f"'onload_device' must be a torch device or its name, got {self.onload_device!r}.")
-            try:
-                object.__setattr__(self, "onload_device", torch.device(self.onload_device))
-            except RuntimeError as error:
-                raise ValueError(f"'onload_device' must name a torch device, got {self.onload_device!r}.") from error
+            object.__setattr__(self, "onload_device", parse_device(self.onload_device, "onload_device"))
             if self.onload_device.type == "meta":  # type: ignore[union-attr]
                 raise ValueError("'onload_device' must be a device that computes, got 'meta'.")
         _check_choice("transfer", self.transfer, TRANSFERS)

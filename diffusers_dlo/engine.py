@@ -14,7 +14,7 @@ import torch
 
 from .caller import Caller, find_caller, is_inside_package
 from .config import DistributedLayerwiseOffloadConfig
-from .device.platform import Platform
+from .device.interface import Platform
 from .distributed.control import GroupEnded, GroupLost, RankLost, logger
 from .distributed.group import OffloadGroup
 from .gather_lane import GatherLane

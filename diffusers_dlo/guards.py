@@ -121,7 +121,7 @@ def is_guarded(module: nn.Module) -> bool:
 
 class ApplyGuard:
     """
-    A stand-in for `nn.Module._apply`, through which `.to`, `.cuda`, `.half` and their like all go. What would change
+    A stand-in for `nn.Module._apply`, through which `.to`, `.half` and their like all go. What would change
     the dtype or the memory format of managed tensors is refused. A move to another device leaves the module as it is,
     since the offload decides where it is; one to the onload device brings what was added to it since.
 

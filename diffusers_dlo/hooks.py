@@ -207,7 +207,7 @@ class ComponentHooks:
             if "_hf_hook" in attributes or "_diffusers_hook" in attributes:
                 refuse_foreign_hooks(module, name)
         assert self._compiled is not None
-        self._compiled.refuse_cuda_graphs()
+        self._compiled.refuse_recorded_graphs()
 
     def _check_adapters(self) -> None:
         """The forward after adapters came or went is checked as a first one: some read weights of other modules."""

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from .caller import Caller
-from .device.platform import Event, Platform
+from .device.interface import Event, Platform
 from .device.resident import Allocation
 from .device.ring import Ring, Slot, Stamp, realign
 from .interrupts import interrupts

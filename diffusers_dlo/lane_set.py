@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from .config import DistributedLayerwiseOffloadConfig
-from .device.platform import Platform
+from .device.interface import Platform
 from .device.resident import Allocation, Home, new_shard
 from .distributed.control import RankLost
 from .distributed.group import OffloadGroup

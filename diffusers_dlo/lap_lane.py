@@ -15,7 +15,7 @@ import torch
 
 from .caller import Caller
 from .config import DistributedLayerwiseOffloadConfig
-from .device.platform import Event, Platform
+from .device.interface import Event, Platform
 from .device.resident import Allocation
 from .device.ring import Ring, Slot, become_right, realign
 from .distributed.control import GroupLost, RankLost

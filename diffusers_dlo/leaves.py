@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .device.platform import Platform
+from .device.interface import Platform
 from .device.ring import realign, realigned_parts
 from .host.store import tensor_view
 from .units import Counters, Unit

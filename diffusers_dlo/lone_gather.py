@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from .device.platform import Event, Platform, Stream
+from .device.interface import Event, Platform, Stream
 from .device.ring import BlockViews, realign
 from .distributed.control import GroupLost, RankLost
 from .distributed.group import OffloadGroup

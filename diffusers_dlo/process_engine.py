@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .device.platform import Platform
+from .device.interface import Platform
 from .distributed.control import RankLost
 from .distributed.group import OffloadGroup
 from .engine import Engine

@@ -6,7 +6,7 @@ Owns blocks whose shards all stay on the devices: a rank copies them into its sl
 
 from __future__ import annotations
 
-from .device.platform import Event, Platform
+from .device.interface import Event, Platform
 from .device.ring import Slot
 from .distributed.control import RankLost
 from .distributed.group import OffloadGroup

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .device.platform import Platform
+from .device.interface import Platform
 from .residency import device_margin
 
 

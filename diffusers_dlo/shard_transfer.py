@@ -20,7 +20,7 @@ import torch
 from diffusers.utils import logging
 
 from .byte_size import format_bytes
-from .device.platform import Event, Stream
+from .device.interface import Event, Stream
 from .device.resident import ShardBuffer, Staging, StagingBuffer
 from .device.ring import Copies, Ring, Slot, copy_pairs, realign
 from .distributed.gather import InPlaceGather

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from .device.platform import Event, Platform
+from .device.interface import Event, Platform
 from .device.ring import Stamp
 from .timeline import COMPUTE, GATHER, WAIT, PassMeans, Span, TimedPass, Timeline
 from .units import Component, Unit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .device.platform import Event, Platform, Stream
+from .device.interface import Event, Platform, Stream
 from .labels import label
 from .timing import Timing
 from .units import Unit

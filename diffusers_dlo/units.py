@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from .block_layout import BlockLayout
-from .device.platform import Event
+from .device.interface import Event
 from .device.resident import Home, ShardBuffer
 from .device.ring import BlockViews, Copies, Slot
 from .host.store import Extent, HostStore

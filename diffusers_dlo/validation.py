@@ -13,7 +13,7 @@ from torch import nn
 
 from .casts import pending_casts
 from .checkpoint.pending_guard import find_change
-from .compilation import cuda_graphs_text, has_cuda_graphs
+from .compilation import recorded_graphs_text, records_graphs
 from .config import DistributedLayerwiseOffloadConfig
 from .device.onload import is_same_device
 from .quantized_parameter import has_own_memory, is_known_parameter, why_not_ready
@@ -125,13 +125,13 @@ def validate_placed(module: nn.Module, name: str) -> None:
 
 def refuse_fixed_addresses(module: nn.Module, compiled: object, name: str) -> None:
     """
-    Refuses what was compiled into CUDA graphs, which replay with the addresses they recorded.
+    Refuses what was compiled into device graphs, which replay with the addresses they recorded.
 
     Raises:
         `ValueError`: naming the mode.
     """
-    if has_cuda_graphs(compiled):
-        raise ValueError(cuda_graphs_text(name, type(module).__name__))
+    if records_graphs(compiled):
+        raise ValueError(recorded_graphs_text(name, type(module).__name__))
 
 
 def _refuse_meta(module: nn.Module, name: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from diffusers_dlo.device.platform import Platform
+from diffusers_dlo.device.interface import Platform
 
 
 class Mark:

@@ -32,7 +32,7 @@ from diffusers_dlo import DistributedLayerwiseOffloadMixin, apply_distributed_la
 from diffusers_dlo.casts import cast, flat_bytes, pending_casts, set_pending_casts
 from diffusers_dlo.checkpoint import container
 from diffusers_dlo.checkpoint.container import Container, Entry, chunk_digests, content_digest, is_storable
-from diffusers_dlo.device.platform import Platform
+from diffusers_dlo.device.interface import Platform
 from diffusers_dlo.host import cache
 from tests import toys, zoo
 from tests.ranks import run_ranks

@@ -16,7 +16,7 @@ from torch import nn
 
 from diffusers_dlo import DistributedLayerwiseOffloadConfig as Config
 from diffusers_dlo import OffloadPlan, apply_distributed_layerwise_offload, plan_distributed_layerwise_offload
-from diffusers_dlo.device.platform import Platform
+from diffusers_dlo.device.interface import Platform
 from diffusers_dlo.distributed.group import World, form_group, introduce
 from diffusers_dlo.host import packed, pinned
 from diffusers_dlo.host.choice import create_store

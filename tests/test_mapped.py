@@ -38,7 +38,7 @@ from diffusers_dlo import (
     plan_distributed_layerwise_offload,
 )
 from diffusers_dlo.checkpoint.mapped import FileRange, Located, locate_tensors
-from diffusers_dlo.device.platform import Platform
+from diffusers_dlo.device.interface import Platform
 from diffusers_dlo.host.mapped import FileStamp, MappedStore
 from diffusers_dlo.host.packed import image_offsets
 from diffusers_dlo.host.shared_file import create_shared_file

@@ -13,7 +13,7 @@ from PIL import Image
 
 from diffusers_dlo import OffloadHandle, api, apply_distributed_layerwise_offload
 from diffusers_dlo.advice import Setting, advise
-from diffusers_dlo.device.platform import Platform
+from diffusers_dlo.device.interface import Platform
 from diffusers_dlo.timeline import BlockTiming, Span, covered_ms, overlap_of
 from diffusers_dlo.timeline import PassTiming as Pass
 from diffusers_dlo.timing import MOST_PASSES

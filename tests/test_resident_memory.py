@@ -15,7 +15,7 @@ from torch import nn
 from diffusers_dlo import api, apply_distributed_layerwise_offload, plan_distributed_layerwise_offload, pull_lane
 from diffusers_dlo.block_discovery import Selection
 from diffusers_dlo.byte_size import format_bytes
-from diffusers_dlo.device.platform import Platform
+from diffusers_dlo.device.interface import Platform
 from diffusers_dlo.resident_agreement import ResidentAgreement, Step
 from tests import toys
 from tests.ranks import run_ranks

@@ -48,7 +48,7 @@ class mapped_loading(ContextDecorator):
     Until its weights are cast, a model
 
     - refuses to compute: `forward`, of it or of the part that is called, raises a `RuntimeError`;
-    - casts on `.to`, `.cuda`, `.half` and the like, where these change anything, and is an ordinary model then: right
+    - casts on `.to`, `.half` and the like, where these change anything, and is an ordinary model then: right
       for what is not to be offloaded, such as a VAE, at the price of the private copy;
     - shows the dtype of the file in `model.dtype`, `state_dict()` and what `save_pretrained` writes;
     - must not be changed: load adapters once the offload is enabled, and what is to be fused without this context.

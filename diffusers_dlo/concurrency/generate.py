@@ -18,6 +18,7 @@ import torch.distributed as dist
 from diffusers.utils import BaseOutput
 
 from ..config import DistributedLayerwiseOffloadConfig
+from ..device.platform import HOST_BACKEND
 from ..distributed.agreed_error import describe_error, raise_agreed
 from ..distributed.group import World, join_world
 from ..handle import OffloadHandle
@@ -142,7 +143,7 @@ class _Wire:
     def __init__(self, world: World) -> None:
         self.rank, self.size, self.default = world.rank, world.size, world.default
         self._wave = 0
-        self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT) if self.size > 1 else None
+        self._group = dist.new_group(backend=HOST_BACKEND, timeout=_LONGEST_WAIT) if self.size > 1 else None
 
     def begin(self) -> None:
         """Counts a wave."""

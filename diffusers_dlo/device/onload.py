@@ -8,12 +8,35 @@ from __future__ import annotations
 
 import torch
 
+from .platform import load_device_backend, present_device_types
+
+
+def parse_device(device: str | torch.device, name: str) -> torch.device:
+    """
+    The device that an option `name` names, whether or not this machine has it.
+
+    Raises:
+        `ValueError`: no device is named so. `RuntimeError`: torch cannot be made to know its kind.
+    """
+    if isinstance(device, str):
+        load_device_backend(device.split(":")[0])
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"'{name}' must name a torch device, got {device!r}.") from error
+
 
 def default_device(local_rank: int | None) -> torch.device:
     """
     The accelerator of this rank, with its index, or the CPU where there is none. Who set a current device is followed;
     otherwise ranks of a host take devices in turn.
+
+    Raises:
+        `RuntimeError`: this machine shows an accelerator that torch cannot be made to know.
     """
+    if not torch.accelerator.is_available():
+        for device_type in present_device_types():
+            _load(device_type)
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -25,17 +48,25 @@ def default_device(local_rank: int | None) -> torch.device:
     return torch.device(accelerator.type, index)
 
 
+def _load(device_type: str) -> None:
+    try:
+        load_device_backend(device_type)
+    except RuntimeError as error:
+        raise RuntimeError(f'{error} To compute on the CPU all the same, say onload_device="cpu".') from error
+
+
 def resolve_device(device: torch.device | None, local_rank: int | None = None) -> torch.device:
     """
     `device` with its index made explicit, or the default device of the launcher's `local_rank`.
 
     Raises:
-        `ValueError`: there is no such device on this machine.
+        `ValueError`: there is no such device on this machine. `RuntimeError`: torch cannot be made to know it.
     """
     if device is None:
         return default_device(local_rank)
     if device.type == "cpu":
         return torch.device("cpu")
+    load_device_backend(device.type)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type != device.type:
         raise ValueError(

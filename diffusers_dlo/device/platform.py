@@ -1,14 +1,24 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns every vendor's name: streams, events, page-locking and the collective backend, behind one
-interface that the rest of the package uses for accelerators and the CPU alike. Must not know of blocks or passes.
+Owns every vendor's name: what devices of each can do, how their backend for torch is loaded, and the options of
+their collectives. Must not know of blocks or passes, and is the only file that may ask which vendor a device is of.
+
+[Note: Vendors]
+    Torch's own device-agnostic calls do most (`AcceleratorPlatform`), for whatever vendor torch knows. What differs:
+
+    - NVIDIA: host memory that something else allocated can be page-locked, and devices map each other's memory.
+    - Ascend: neither. Its backend for torch is a package of its own, `torch_npu`, whose version follows torch's, on
+      top of libraries that no package index has (CANN). Its collectives keep what they prepared for an address, so
+      each slot is gathered at the same addresses every time, from the shard that lies in it: nothing is gathered from
+      staging buffers, and a shard that stays is copied into the slot first.
 """
 
 from __future__ import annotations
 
-import time
+import importlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,178 +26,34 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from diffusers.utils import logging
 
+from .backend_package import describe_mismatch, find_version
+from .interface import Event, Platform, Stream
+
 
 logger = logging.get_logger(__name__)
 
-Event = Any
-"""A device event, opaque outside this file."""
-Stream = Any
-"""A device stream, opaque outside this file."""
+HOST_BACKEND = "gloo"
+"""The collective backend between processes of hosts."""
+SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The environment variables that name the network interface of a backend."""
+GRAPHS = "CUDA graphs"
+"""Recorded launches, which replay at fixed addresses, as users know them."""
+GRAPHS_OPTION = "triton.cudagraphs"
+"""The option of torch's compiler that has it record them."""
+GRAPHS_BACKENDS = ("cudagraphs", "npugraphs", "npugraph_ex")
+"""The backends of torch's compiler that do nothing else, or may."""
 
 _REGISTER_READ_ONLY = 0x08
 """`cudaHostRegisterReadOnly`."""
-_BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl", "cpu": "gloo"}
 _CTAS_FOR_EACH_PEER = 8
 """
 Thread blocks that a gather may occupy, for each other rank. While it waits for a slower rank it keeps them from the
 computing, and by default there are about two dozen. With eight it still moves about twice what a host link brings.
 """
-
-
-class _HostMoment:
-    """A timing event where there is no device: when the host was there."""
-
-    seconds = 0.0
-
-    def record(self) -> None:
-        self.seconds = time.perf_counter()
-
-
-class Platform:
-    """
-    The CPU as a platform, and the interface of every other: work is submitted to streams that run in order, and events
-    order streams. On the CPU a stream is the calling thread, so submitted work is done when `submit` returns.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    @property
-    def registers_host_memory(self) -> bool:
-        """Whether `register_host_memory` can work at all on this kind of device."""
-        return True
-
-    @property
-    def has_host_link(self) -> bool:
-        """Whether weights cross a link from the host's memory to the device's, so that how they do is worth timing."""
-        return False
-
-    @property
-    def waits_on_host(self) -> bool:
-        """Whether the host itself has to wait for a collective, there being no stream that would."""
-        return True
-
-    @property
-    def queues_variable(self) -> str | None:
-        """The environment variable that says how many hardware queues the streams of a process share, if any does."""
-        return None
-
-    @property
-    def backend(self) -> str:
-        """The name of the collective backend of this device."""
-        if self.device.type not in _BACKENDS:
-            raise NotImplementedError(
-                f"No collective backend is known for '{self.device.type}' devices; use transfer=\"local\"."
-            )
-        return _BACKENDS[self.device.type]
-
-    @property
-    def known_backend(self) -> str | None:
-        """`backend`, None if none is known."""
-        return _BACKENDS.get(self.device.type)
-
-    def new_stream(self, high_priority: bool = False) -> Stream:
-        """A stream of its own; of high priority where the device has priorities."""
-        return None
-
-    def new_event(self) -> Event:
-        """An event that nothing has recorded: waiting for it returns at once."""
-        return None
-
-    def new_timing_event(self) -> Event:
-        """An event that also keeps when it was reached: for the `timed` of `submit`, `compute_record`, `elapsed`."""
-        return _HostMoment()
-
-    def elapsed(self, start: Event, end: Event) -> float:
-        """
-        Milliseconds from one timing event to another, on the device's clock; negative where `end` was reached first.
-        Both have been recorded and are done (`is_done`).
-        """
-        return (end.seconds - start.seconds) * 1e3
-
-    def submit(
-        self,
-        stream: Stream,
-        work: Callable[[], None],
-        after: Sequence[Event] = (),
-        record: Event = None,
-        timed: tuple[Event, Event] | None = None,
-    ) -> None:
-        """
-        Queues `work` on `stream` behind the events `after`, and then `record`. The timing events `timed` are recorded
-        where the stream begins with `work`, and where it ends.
-        """
-        if timed is not None:
-            timed[0].record()
-        work()
-        if timed is not None:
-            timed[1].record()
-
-    def is_done(self, event: Event) -> bool:
-        """Whether all that was queued before `event` was last recorded has been done."""
-        return True
-
-    def use_in_this_thread(self) -> None:
-        """Makes the device the current one of a thread that is not the main one."""
-
-    def compute_wait(self, event: Event) -> None:
-        """Makes what is queued next on the current stream wait for `event`; the host goes on."""
-
-    def compute_record(self, event: Event) -> None:
-        """Records `event` behind what is queued on the current stream."""
-        if event is not None:
-            event.record()
-
-    def synchronize(self) -> None:
-        """Waits on the host until the device is idle."""
-
-    def memory_left(self) -> int | None:
-        """Device bytes that this process can still have, those its allocator keeps included; None if not known."""
-        return None
-
-    @property
-    def memory_total(self) -> int:
-        """Device bytes that there are; 0 if not known."""
-        return 0
-
-    def watch_peak(self) -> None:
-        """The peak of memory in use is looked for anew."""
-
-    def peak_above_now(self) -> int:
-        """By how many bytes the peak since `watch_peak` lies above what is in use now."""
-        return 0
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised device memory, `(nbytes,)` of `uint8`, 256-byte aligned, never an inference tensor."""
-        with torch.inference_mode(False):
-            memory = torch.empty(nbytes + 256, dtype=torch.uint8, device=self.device)
-            # The CPU's allocator aligns to 64 bytes only, and alignment is part of exactness (kernels' tails).
-            skip = -memory.data_ptr() % 256
-            return memory[skip : skip + nbytes]
-
-    def peer_memory(self, nbytes: int) -> torch.Tensor:
-        """
-        Device memory that the devices of other ranks can map; `(nbytes,)` of `uint8`.
-
-        Raises:
-            `RuntimeError`: this kind of device has none.
-        """
-        raise RuntimeError(f"'{self.device.type}' devices cannot map each other's memory")
-
-    def pinned_empty(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised host memory that the device can read by DMA; `(nbytes,)` of `uint8`."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def register_host_memory(self, address: int, nbytes: int) -> None:
-        """
-        Page-locks host memory that something else allocated.
-
-        Raises:
-            `RuntimeError`: the device's driver cannot, or refused.
-        """
-
-    def unregister_host_memory(self, address: int) -> None:
-        """Takes back `register_host_memory`."""
+_BACKEND_PACKAGES = {"npu": "torch_npu"}
+"""Packages outside torch that make it know a kind of device."""
+_DEVICE_FILES = {"npu": ("/dev", "davinci[0-9]*")}
+"""Where a driver shows its devices: directory and pattern."""
 
 
 class AcceleratorPlatform(Platform):
@@ -333,6 +199,14 @@ class CudaPlatform(AcceleratorPlatform):
             torch.cuda.cudart().cudaHostUnregister(address)
 
 
+class NpuPlatform(AcceleratorPlatform):
+    """Ascend devices ([Note: Vendors])."""
+
+    @property
+    def gathers_from_slots_only(self) -> bool:
+        return True
+
+
 def gather_options(backend: str, size: int, timeout: timedelta) -> Any:
     """Options of the backend for a group of `size` ranks that only gathers, beside computing; None for its own."""
     options_class = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None)
@@ -351,4 +225,58 @@ def get_platform(device: torch.device) -> Platform:
         return Platform(device)
     if device.type == "cuda":
         return CudaPlatform(device)
+    if device.type == "npu":
+        return NpuPlatform(device)
     return AcceleratorPlatform(device)
+
+
+# Backends that are packages of their own
+
+
+def load_device_backends() -> None:
+    """
+    Loads the backends of devices that this machine has and torch does not know by itself. One that is installed and
+    cannot be loaded is a warning: not everything needs the device, and who does is told (`load_device_backend`).
+    """
+    for device_type in present_device_types():
+        if find_version(_BACKEND_PACKAGES[device_type]) is not None:
+            try:
+                load_device_backend(device_type)
+            except RuntimeError as error:
+                logger.warning(f"{error} Until then, '{device_type}' devices are not used.")
+
+
+def present_device_types() -> list[str]:
+    """Kinds of devices that this machine shows, and that torch knows by packages of their own only."""
+    return [kind for kind, (directory, pattern) in _DEVICE_FILES.items() if any(Path(directory).glob(pattern))]
+
+
+def load_device_backend(device_type: str) -> None:
+    """
+    Has torch know a kind of device. Does nothing where torch does so by itself.
+
+    Raises:
+        `RuntimeError`: the package that it needs is missing, was made for another torch, or does not find its
+        libraries; with both versions and what to do.
+    """
+    package = _BACKEND_PACKAGES.get(device_type)
+    if package is None or hasattr(torch, device_type):
+        return
+    found, series = find_version(package), ".".join(torch.__version__.split(".")[:2])
+    if found is None:
+        raise RuntimeError(
+            f"'{device_type}' devices need the package '{package}', which is not installed. Install the release made "
+            f'for torch {torch.__version__}: pip install "{package}=={series}.*".'
+        )
+    mismatch = describe_mismatch(package)
+    if mismatch is not None:
+        raise RuntimeError(mismatch)
+    try:
+        importlib.import_module(package)
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RuntimeError(
+            f"'{package}' {found} cannot be loaded into torch {torch.__version__} ({reason}). It needs the driver and "
+            "the CANN libraries of its release: in the shell that starts Python, run 'source set_env.sh' of the CANN "
+            "installation. docs/npu.md says which versions go together."
+        ) from error

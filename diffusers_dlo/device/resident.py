@@ -13,7 +13,7 @@ import torch
 
 from ..block_layout import BlockLayout
 from ..host.store import Extent
-from .platform import Event, Platform
+from .interface import Event, Platform
 from .ring import BlockViews, Copies, Slot, copy_pairs, make_views, new_slot
 
 

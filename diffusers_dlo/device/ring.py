@@ -15,7 +15,7 @@ import torch
 
 from ..block_layout import BlockLayout
 from ..host.store import Extent, tensor_view
-from .platform import Event, Platform
+from .interface import Event, Platform
 
 
 _OF_NOTHING = ("", -1)

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from ..device.platform import Platform, gather_options
+from ..device.interface import Platform
+from ..device.platform import HOST_BACKEND, gather_options
 
 
 # torch 2.13 renames the collective and warns at each call of the old name.
@@ -31,7 +32,7 @@ def new_gather_group(ranks: Sequence[int], backend: str, timeout: float) -> dist
     limit = timedelta(seconds=timeout + _MARGIN_SECONDS)
     options = gather_options(backend, len(ranks), limit)
     group = dist.new_group(list(ranks), backend=backend, timeout=limit, pg_options=options)
-    if backend == "gloo" and group is not dist.GroupMember.NON_GROUP_MEMBER:
+    if backend == HOST_BACKEND and group is not dist.GroupMember.NON_GROUP_MEMBER:
         # Waits are bounded elsewhere, where the rank that is late has a name.
         dist.distributed_c10d._set_pg_timeout(timedelta(days=7), group)
     return group

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from diffusers.utils import logging
 
-from ..device.platform import Platform
+from ..device.interface import Platform
+from ..device.platform import HOST_BACKEND, SOCKET_VARIABLES
 from ..interrupts import interrupts
 from .agreed_error import describe_error, raise_agreed
 from .connect import connect
@@ -159,7 +160,7 @@ def local_rank() -> int | None:
 
 def _new_control_group(timeout: float) -> dist.ProcessGroup:
     try:
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        return dist.new_group(backend=HOST_BACKEND, timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {dist.get_rank()}: the {dist.get_world_size()} ranks could not connect within {timeout:.0f} s: one "
@@ -316,5 +317,5 @@ def refuse_single_queue(platform: Platform) -> None:
 
 def stay_on_host() -> None:
     """Has the collectives of this process, whose ranks are all of one host, use its loopback interface."""
-    for backend in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")
+    for name in SOCKET_VARIABLES:
+        os.environ.setdefault(name, "lo")

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from diffusers.utils import logging
 
 from ..checkpoint.mapped import FileStamp
-from ..device.platform import Platform
+from ..device.interface import Platform
 from ..distributed.group import OffloadGroup
 from ..offload_plan import OffloadPlan
 from .mapped import MappedStore

@@ -22,7 +22,7 @@ from diffusers.utils import logging
 
 from ..checkpoint.mapped import FileRange, FileStamp, map_read_only
 from ..checkpoint.read_ahead import read_ahead
-from ..device.platform import Platform
+from ..device.interface import Platform
 from ..offload_plan import OffloadPlan
 from .packed import PackedStore
 from .store import Extent, apart, tensor_view

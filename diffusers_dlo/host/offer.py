@@ -14,7 +14,7 @@ from diffusers.utils import logging
 from ..casts import pending_casts
 from ..checkpoint.mapped import FileRange, FileStamp, Located
 from ..comparison import digest_of
-from ..device.platform import Platform
+from ..device.interface import Platform
 from ..offload_plan import OffloadPlan
 from ..tensor_utils import OwnedTensor, nbytes_of
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 from diffusers.utils import logging
 
-from ..device.platform import Platform
+from ..device.interface import Platform
 from ..offload_plan import OffloadPlan
 from .registration import Registrations
 from .store import Extent, HostStore, apart, copy_range, tensor_view

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..device.platform import Platform
+from ..device.interface import Platform
 from ..offload_plan import OffloadPlan
 from .store import Extent, HostStore, apart, copy_range, tensor_view
 

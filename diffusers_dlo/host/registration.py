@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..device.platform import Platform
+from ..device.interface import Platform
 
 
 class Registrations:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from diffusers_dlo import apply_distributed_layerwise_offload, is_distributed_layerwise_offload_enabled
-from diffusers_dlo.device.platform import CudaPlatform, Platform
+from diffusers_dlo.device.interface import Platform
+from diffusers_dlo.device.platform import CudaPlatform
 from diffusers_dlo.distributed.group import refuse_single_queue
 from diffusers_dlo.host.packed import PackedStore
 from tests import toys

@@ -30,7 +30,8 @@ from diffusers_dlo import (
     process_engine,
 )
 from diffusers_dlo.block_discovery import Selection
-from diffusers_dlo.device.platform import AcceleratorPlatform, Platform
+from diffusers_dlo.device.interface import Platform
+from diffusers_dlo.device.platform import AcceleratorPlatform
 from diffusers_dlo.distributed.gather import InPlaceGather
 from tests import toys
 from tests.distributed.test_agreement import state, unchanged

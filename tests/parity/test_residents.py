@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diffusers_dlo import api, apply_distributed_layerwise_offload, plan_distributed_layerwise_offload
-from diffusers_dlo.device.platform import Platform
+from diffusers_dlo.device.interface import Platform
 from diffusers_dlo.residency import STAGING_BUFFERS
 from tests import toys
 from tests.parity.test_toys import CASES, ORDERS, alternate, check, check_exceptions, set_order
