@@ -172,19 +172,23 @@ def _prepare(
         selection = choose(config)
         located = _validate(selection, transfers_of(selection, config, group.size))
         found = find_all(selection, config)
-        plan = build_plan(selection, found, config, group.size)
+        stages = not platform.gathers_from_slots_only
+        plan = build_plan(selection, found, config, group.size, stages=stages)
         engine = get_engine(platform, group)
         parts = [Attachment(selection.streamed[c.name], *found[c.name], engine) for c in plan.components]
         owned = [tensors for part in parts for tensors in part.owned]
 
         def build(files: Mapping[int, FileRange]) -> OffloadPlan:
-            return build_plan(selection, found, config, group.size, files)
+            return build_plan(selection, found, config, group.size, files, stages)
 
         offer = offer_mapped(build, owned, *usable_ranges(located, owned))
         lines = [f"streaming already: {engine.names}", f"device {platform.device.type}", f"timeout {config.timeout}"]
         lines += [f"grace {config.grace}", f"uneven {config.uneven}"]
         lines += [f"cache_dir {config.cache_dir and os.path.realpath(config.cache_dir)}"]
-        lines += [f"device_budget {config.device_budget!r}", f"gather {config.gather}"]  # `num_slots` follows from it
+        lines += [
+            f"device_budget {config.device_budget!r}",
+            f"gather {config.gather} {config.gather_in_place}",
+        ]  # `num_slots` follows from it
         lines += [*plan.summary_lines(), f"transfer {config.transfer}"]
         loose_lines = sample_weights(plan, owned, skip=located.ranges) if group.size > 1 else []
         said |= {"digest": digest_of(lines), "weights": digest_of(loose_lines)}
@@ -250,7 +254,7 @@ def _commit(
     selection, engine, parts = prepared.selection, prepared.engine, prepared.parts
     if any(component.transfer == "all_gather" for component in prepared.plans[0].components):
         with group.agreement("enable: communicator"):
-            open_gather(group, platform, config.timeout)
+            open_gather(group, platform, config.timeout, config.gather_in_place, engine.idle)
     store = create_store(prepared.plans, group, platform, prepared.stamps)
     moved: list[Move] = []
     with ExitStack() as undo:

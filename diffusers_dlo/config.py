@@ -61,6 +61,10 @@ class DistributedLayerwiseOffloadConfig:
             With `all_gather`, how shards that stay on the devices become blocks. `"collective"`: by the backend's
             all-gather. `"pull"`: each rank copies from the memory of the others, which takes no part of the compute
             units and no agreement. `"auto"`: `"pull"` where all shards stay, and devices can map each other's memory.
+        gather_in_place (`bool` or `"auto"`, defaults to `"auto"`):
+            With `all_gather`, whether a rank's shard is gathered from its place in the block. False takes 1/N of a
+            block more memory for each slot. `"auto"`: in place, unless that brings wrong bytes when it is tried as the
+            offload is enabled.
         mesh (`torch.distributed.device_mesh.DeviceMesh`, *optional*):
             The ranks that share weights: a one-dimensional mesh, or the last dimension of a larger one. Defaults to
             the ranks of one host.
@@ -86,6 +90,7 @@ class DistributedLayerwiseOffloadConfig:
     cache_dir: str | os.PathLike[str] | None = None
     device_budget: int | str | None = None
     gather: str = "auto"
+    gather_in_place: bool | str = "auto"
     mesh: DeviceMesh | None = None
     blocks: Mapping[str, Sequence[str]] | Sequence[str] | None = None
     uneven: str = "ghost"
@@ -129,6 +134,9 @@ class DistributedLayerwiseOffloadConfig:
                 "'gather' is \"pull\", which copies shards that stay on the devices; say how much may stay, such as "
                 'device_budget="40GiB".'
             )
+        if not isinstance(self.gather_in_place, bool) and self.gather_in_place != "auto":
+            error_type = ValueError if isinstance(self.gather_in_place, str) else TypeError
+            raise error_type(f"'gather_in_place' must be True, False or \"auto\", got {self.gather_in_place!r}.")
         _check_choice("uneven", self.uneven, UNEVEN)
         if isinstance(self.grace, bool) or not isinstance(self.grace, (int, float)):
             raise TypeError(f"'grace' must be a number of seconds, got {self.grace!r}.")

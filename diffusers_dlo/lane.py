@@ -152,12 +152,17 @@ class Lane:
         slot_nbytes = max(block.layout.padded_nbytes(self.size) for block in blocks)
         if self.ring is None or self.ring.slot_nbytes < slot_nbytes or len(self.ring.slots) < self.num_slots:
             self._drop_ring()
-            self.ring, self._passed = Ring(self.platform, self.num_slots, slot_nbytes), -1
+            self.ring = Ring(self.platform, self.num_slots, slot_nbytes, self._input_nbytes(slot_nbytes))
+            self._passed = -1
             for block in blocks:
                 block.views = []
         for block in blocks:
             if not block.views:
                 block.views = self.ring.views(block.layout, block.extents, self.size, self.rank)
+
+    def _input_nbytes(self, slot_nbytes: int) -> int:
+        """Device bytes that each slot needs beside it."""
+        return 0
 
     def _drop_ring(self) -> None:
         if self.ring is not None:

@@ -175,6 +175,10 @@ class LapLane(Lane):
         self.components = {}
         self._drop_ring()
 
+    def _input_nbytes(self, slot_nbytes: int) -> int:
+        gather = self._group.gather
+        return 0 if gather is None or gather.in_place else slot_nbytes // gather.size
+
     def _drop_ring(self) -> None:
         self._lap = None
         self._plan.forget()

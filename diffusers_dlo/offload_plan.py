@@ -66,6 +66,8 @@ class OffloadPlan:
     num_slots: int
     host: str = "auto"
     device_budget: int | str | None = None
+    stages: bool = True
+    "Whether shards may be gathered from staging buffers ([Note: Staging])."
 
     @property
     def blocks(self) -> list[BlockLayout]:
@@ -122,7 +124,7 @@ class OffloadPlan:
     def residents_for(self, budget: int) -> ResidentPlan:
         """What stays on the device of each rank for a budget in bytes."""
         shards = max((self.shards(c) for c in self.components if not c.runs_once), default=1)
-        return plan_residents(self.candidates, shards, self.num_slots, budget, self.lookups)
+        return plan_residents(self.candidates, shards, self.num_slots, budget, self.lookups, self.stages)
 
     @cached_property
     def residents(self) -> ResidentPlan:
@@ -230,10 +232,11 @@ def build_plan(
     config: DistributedLayerwiseOffloadConfig,
     group_size: int,
     files: Mapping[int, FileRange] | None = None,
+    stages: bool = True,
 ) -> OffloadPlan:
     """
     The plan for chosen components, from the units found in each; with `files` (as for `lay_out`), for the mapped
-    store.
+    store. `stages` is for devices that cannot stage.
     """
     common = config.transfer_for(group_size)
     encoders = _encoders_of(selection)
@@ -260,6 +263,7 @@ def build_plan(
         num_slots=config.slots,
         host=config.host if files is None else "mapped",
         device_budget=config.device_budget,
+        stages=stages,
     )
 
 

@@ -83,6 +83,7 @@ def plan_residents(
     num_slots: int,
     budget: int,
     leaves: Sequence[Candidate] = (),
+    stages: bool = True,
 ) -> ResidentPlan:
     """
     What stays on the device for a budget ([Note: Staging]). Leaves come first, as far as they fit, since they cost and
@@ -95,6 +96,7 @@ def plan_residents(
         num_slots (`int`): slots of the ring.
         budget (`int`): bytes on each rank.
         leaves (`Sequence[Candidate]`): those that every forward calls; `block` is their index among leaves.
+        stages (`bool`): whether the device gathers from staging buffers.
     """
     kept: dict[str, frozenset[int]] = {}
     nbytes = 0
@@ -104,11 +106,13 @@ def plan_residents(
         if nbytes + layout.padded_nbytes(1) <= room:
             nbytes += layout.padded_nbytes(1)
             kept[component] = kept.get(component, frozenset()) | {index}
-    plan = _plan_blocks(candidates, shards, num_slots, budget - nbytes)
+    plan = _plan_blocks(candidates, shards, num_slots, budget - nbytes, stages)
     return replace(plan, leaves=kept, nbytes=plan.nbytes + nbytes)
 
 
-def _plan_blocks(candidates: Sequence[Candidate], shards: int, num_slots: int, budget: int) -> ResidentPlan:
+def _plan_blocks(
+    candidates: Sequence[Candidate], shards: int, num_slots: int, budget: int, stages: bool
+) -> ResidentPlan:
     if shards == 1:
         sizes = [candidate.layout.padded_nbytes(1) for candidate in candidates]
         chosen = _spread_within(sizes, budget)
@@ -116,7 +120,7 @@ def _plan_blocks(candidates: Sequence[Candidate], shards: int, num_slots: int, b
     sizes = [candidate.layout.shard_nbytes(shards) for candidate in candidates]
     total = sum(sizes)
     if total > budget:
-        return _some_shards(candidates, sizes, num_slots, budget)
+        return _some_shards(candidates, sizes, num_slots, budget, stages)
     extra = [(shards - 1) * nbytes for nbytes in sizes]
     whole = _spread_within(extra, budget - total)
     rest = frozenset(range(len(candidates))) - whole
@@ -127,10 +131,12 @@ def _plan_blocks(candidates: Sequence[Candidate], shards: int, num_slots: int, b
     )
 
 
-def _some_shards(candidates: Sequence[Candidate], sizes: list[int], num_slots: int, budget: int) -> ResidentPlan:
+def _some_shards(
+    candidates: Sequence[Candidate], sizes: list[int], num_slots: int, budget: int, stages: bool
+) -> ResidentPlan:
     chosen = _spread_within(sizes, budget)
     staging = 0
-    if (len(sizes) - len(chosen)) * (num_slots - 1) < len(sizes):
+    if stages and (len(sizes) - len(chosen)) * (num_slots - 1) < len(sizes):
         staging = max(sizes)
         chosen = _spread_within(sizes, budget - STAGING_BUFFERS * staging)
     if not chosen:

@@ -267,10 +267,10 @@ class ResidentMemory:
         if isinstance(budget, int) and budget and not self._residents and self._engine.group.rank == 0:
             shards = max(plan.shards(component) for component in plan.components if not component.runs_once)
             largest = max(candidate.layout.shard_nbytes(shards) for candidate in plan.candidates)
+            staging = ", and staging twice as much" if shards > 1 and plan.stages else ""
             logger.warning(
                 f"device_budget={format_bytes(budget)} keeps nothing on the device: what a rank copies of the largest "
-                f"block takes {format_bytes(largest)}{', and staging twice as much' if shards > 1 else ''}. Raise it, "
-                "or leave it out."
+                f"block takes {format_bytes(largest)}{staging}. Raise it, or leave it out."
             )
 
     def _wants_pull(self, gather: str) -> bool:

@@ -23,7 +23,7 @@ from .byte_size import format_bytes
 from .device.interface import Event, Stream
 from .device.resident import ShardBuffer, Staging, StagingBuffer
 from .device.ring import Copies, Ring, Slot, copy_pairs, realign
-from .distributed.gather import InPlaceGather
+from .distributed.gather import ShardGather
 from .residency import STAGING_BUFFERS
 from .timeline import COPY, GATHER
 from .transfers import Transfers
@@ -40,7 +40,7 @@ class ShardTransfer:
     Args:
         transfers (`Transfers`): of the lane.
         copy (`Stream`), comm (`Stream`): where copies from the host and gathers are queued.
-        gather (`InPlaceGather`): of the ranks.
+        gather (`ShardGather`): of the ranks.
         settle (`Callable[[Slot], None]`): waits for what a slot is to hold, on devices without streams.
     """
 
@@ -50,7 +50,7 @@ class ShardTransfer:
         counters: Counters,
         copy: Stream,
         comm: Stream,
-        gather: InPlaceGather,
+        gather: ShardGather,
         settle: Callable[[Slot], None],
     ) -> None:
         self._transfers = transfers
@@ -209,10 +209,13 @@ class ShardTransfer:
         buffer.reader, buffer.reader_seq = slot, slot.stamp.seq
         self._queue_gather(block, slot, shard, (buffer.arrived, fence))
 
-    def _queue_gather(self, block: Unit, slot: Slot, shard: torch.Tensor, after: tuple[Event, ...]) -> None:
+    def _queue_gather(self, block: Unit, slot: Slot, source: torch.Tensor, after: tuple[Event, ...]) -> None:
         views = block.views_in(slot)
+        shard = views.shard if self._platform.gathers_from_slots_only else source
 
         def work() -> None:
+            if shard is not source:
+                shard.copy_(source)
             if self._platform.waits_on_host:
                 slot.pending = self._gather.start(views.image, shard), views
             else:

@@ -43,7 +43,8 @@ class Slot:
     One block-sized buffer. `arrived` follows the copy of a fetch, `ready` the whole of it, `free` the computing that
     last used it. `used` says whether anything has waited for the last fetch since. `pending` is a collective that the
     host has to wait for before it reads `buffer`, and the views that it fills. `copied_ahead` is the block, by
-    component and index, whose shard was copied there before its fetch; `arrived` then follows that copy.
+    component and index, whose shard was copied there before its fetch; `arrived` then follows that copy. `input` is
+    where this rank's shard is copied to, if that is not its place in `buffer`.
     """
 
     index: int
@@ -56,6 +57,7 @@ class Slot:
     used: bool = True
     pending: tuple[Any, BlockViews] | None = None
     copied_ahead: tuple[str, int] | None = None
+    input: torch.Tensor | None = None
 
     @property
     def fence(self) -> Event:
@@ -71,7 +73,7 @@ class BlockViews:
     image: torch.Tensor
     "the padded image in the slot: the output of the gather"
     shard: torch.Tensor
-    "this rank's part of `image`: the input of the gather"
+    "the input of the gather: this rank's part of `image`, or of the slot's `input`"
     parts: tuple[torch.Tensor, ...]
     "all ranks' parts of `image`"
     tensors: tuple[torch.Tensor, ...]
@@ -82,20 +84,22 @@ class BlockViews:
 class Ring:
     """
     `num_slots` buffers of `slot_nbytes` bytes, used by running number: fetch `seq` goes to slot `seq % num_slots`, so
-    neither odd block counts nor more slots than blocks are special.
+    neither odd block counts nor more slots than blocks are special. Each has `input_nbytes` beside it, where shards
+    are not to be gathered from their place in it.
     """
 
-    def __init__(self, platform: Platform, num_slots: int, slot_nbytes: int) -> None:
+    def __init__(self, platform: Platform, num_slots: int, slot_nbytes: int, input_nbytes: int = 0) -> None:
         self._platform = platform
         self.slot_nbytes = slot_nbytes
-        self.slots = [new_slot(platform, index, slot_nbytes) for index in range(num_slots)]
+        self.input_nbytes = input_nbytes
+        self.slots = [new_slot(platform, index, slot_nbytes, input_nbytes) for index in range(num_slots)]
         self.seq = 0
         self._where: dict[tuple[str, int], int] = {}
 
     @property
     def nbytes(self) -> int:
         """Device bytes of all slots."""
-        return len(self.slots) * self.slot_nbytes
+        return len(self.slots) * (self.slot_nbytes + self.input_nbytes)
 
     def find(self, component: str, block: int) -> Slot | None:
         """The slot that holds a block, or None. Looked up by what the slot holds, never by where it ought to be."""
@@ -144,7 +148,7 @@ class Ring:
 
     def views(self, layout: BlockLayout, extents: Sequence[Extent], shards: int, rank: int) -> list[BlockViews]:
         """The views of one block for each slot. `rank` is the shard this rank copies, of `shards`."""
-        return [make_views(slot.buffer, layout, extents, shards, rank) for slot in self.slots]
+        return [make_views(slot.buffer, layout, extents, shards, rank, slot.input) for slot in self.slots]
 
     def close(self) -> None:
         """Waits for everything that uses the slots and gives their memory back."""
@@ -153,21 +157,30 @@ class Ring:
         self._where.clear()
 
 
-def new_slot(platform: Platform, index: int, nbytes: int) -> Slot:
+def new_slot(platform: Platform, index: int, nbytes: int, input_nbytes: int = 0) -> Slot:
     """A slot that nothing uses. Its memory may be such that the current stream has still to be done with."""
     slot = Slot(index, platform.empty(nbytes), platform.new_event(), platform.new_event(), platform.new_event())
+    slot.input = platform.empty(input_nbytes) if input_nbytes else None
     platform.compute_record(slot.free)
     return slot
 
 
 def make_views(
-    buffer: torch.Tensor, layout: BlockLayout, extents: Sequence[Extent], shards: int, rank: int
+    buffer: torch.Tensor,
+    layout: BlockLayout,
+    extents: Sequence[Extent],
+    shards: int,
+    rank: int,
+    beside: torch.Tensor | None = None,
 ) -> BlockViews:
-    """The views of one block in a buffer that holds all of it. `rank` is the shard this rank copies, of `shards`."""
+    """
+    The views of one block in a buffer that holds all of it. `rank` is the shard this rank copies, of `shards`: to
+    `beside` and not into the buffer, if that is given.
+    """
     shard_nbytes = layout.shard_nbytes(shards)
     base = rank * shard_nbytes if shards > 1 else 0
     with torch.inference_mode(False):
-        shard = buffer[base : base + shard_nbytes]
+        shard = buffer[base : base + shard_nbytes] if beside is None else beside[:shard_nbytes]
         image = buffer[: shard_nbytes * shards]
         return BlockViews(
             copies=copy_pairs(shard, extents),

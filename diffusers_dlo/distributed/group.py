@@ -25,7 +25,7 @@ from ..interrupts import interrupts
 from .agreed_error import describe_error, raise_agreed
 from .connect import connect
 from .control import ControlMesh
-from .gather import InPlaceGather, new_gather_group
+from .gather import ShardGather, new_gather_group
 
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class OffloadGroup:
         self.size = len(self.ranks)
         self.control = control
         self.passes = passes
-        self.gather: InPlaceGather | None = None
+        self.gather: ShardGather | None = None
 
     @property
     def usable(self) -> bool:
@@ -284,21 +284,35 @@ def form_group(world: World, introductions: Sequence[dict[str, Any]], timeout: f
     return group
 
 
-def open_gather(group: OffloadGroup, platform: Platform, timeout: float) -> None:
-    """Warms the group's own communicator up, once. Collective over the group, and over no other rank."""
-    if group.gather is not None or group.size == 1:
+def open_gather(group: OffloadGroup, platform: Platform, timeout: float, in_place: bool | str, idle: bool) -> None:
+    """
+    Warms the group's own communicator up, once for each way to gather that is asked for. Collective over the group,
+    and over no other rank. `idle` says that nothing streams now.
+
+    Raises:
+        `ValueError`: another way is in use. `RuntimeError`: gathers cannot be had, or bring wrong bytes.
+    """
+    if group.size == 1 or (group.gather is not None and group.gather.asked == in_place):
         return
+    if group.gather is not None and not idle:
+        raise ValueError(
+            f"'gather_in_place' is {in_place!r}, and other components stream already with {group.gather.asked!r}: a "
+            "process gathers in one way. Use the same for both, or disable the others first."
+        )
     refuse_single_queue(platform)
     try:
-        gather = InPlaceGather(_gather_groups[group.ranks])
-        is_right = gather.is_right(platform, timeout)
+        gather = ShardGather(_gather_groups[group.ranks])
+        is_right = gather.open(platform, timeout, in_place)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {group.rank}: the communicator of {group.size} ranks could not be opened; a rank may have ended. "
             f"Look for its traceback, and start all ranks again. ({str(error).splitlines()[0]})"
         ) from error
     if not is_right:
-        raise RuntimeError('an in-place all-gather returned wrong bytes on this backend; use transfer="local"')
+        remedy = "leave 'gather_in_place' to \"auto\"" if in_place is True else 'use transfer="local"'
+        raise RuntimeError(f"an all-gather of {group.size} ranks returned wrong bytes on this backend; {remedy}")
+    if not gather.in_place and group.rank == 0:
+        logger.info("Blocks are gathered from memory beside their slots, 1/N of a block for each")
     group.gather = gather
 
 

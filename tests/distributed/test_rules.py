@@ -26,7 +26,7 @@ from diffusers_dlo import OffloadHandle, apply_distributed_layerwise_offload
 from diffusers_dlo.attachment import Attachment
 from diffusers_dlo.distributed import pass_service
 from diffusers_dlo.distributed.control import ControlMesh
-from diffusers_dlo.distributed.gather import InPlaceGather
+from diffusers_dlo.distributed.gather import ShardGather
 from diffusers_dlo.distributed.turn import Turn
 from diffusers_dlo.gather_lane import GatherLane
 from tests import toys
@@ -182,7 +182,7 @@ def interrupted_in_a_fetch(rank: int, size: int) -> None:
     """Between a gather and its bookkeeping."""
     model, reference, handle = begin(grace=NEVER)
     if rank == 1:
-        once(InPlaceGather, "start", interrupt, after=True)
+        once(ShardGather, "start", interrupt, after=True)
         run_to(KeyboardInterrupt, model)
     else:
         run(model, reference, 0)

@@ -32,7 +32,7 @@ from diffusers_dlo import (
 from diffusers_dlo.block_discovery import Selection
 from diffusers_dlo.device.interface import Platform
 from diffusers_dlo.device.platform import AcceleratorPlatform
-from diffusers_dlo.distributed.gather import InPlaceGather
+from diffusers_dlo.distributed.gather import ShardGather
 from tests import toys
 from tests.distributed.test_agreement import state, unchanged
 from tests.distributed.test_faults import Heard, left_behind
@@ -404,7 +404,7 @@ def _refuse_gathers(platform: Link) -> None:
 
     def skip(number: int) -> None:
         if number == 3:
-            once(InPlaceGather, "start", refuse)
+            once(ShardGather, "start", refuse)
 
     platform.at_copy = skip
 

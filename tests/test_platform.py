@@ -1,0 +1,174 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""Vendors: named in one place, and a backend that is a package of its own is loaded, or refused with what to do."""
+
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import diffusers_dlo
+from diffusers_dlo import DistributedLayerwiseOffloadConfig, apply_distributed_layerwise_offload
+from diffusers_dlo.device import platform
+from diffusers_dlo.device.onload import default_device, resolve_device
+from diffusers_dlo.device.platform import load_device_backend, load_device_backends
+from tests.toys import Stack, feed, toy
+
+
+PACKAGE = Path(diffusers_dlo.__file__).parent
+VENDOR = re.compile(
+    r"cuda|nvidia|nccl|\bnpu|torch_npu|\bascend\b|huawei|hccl|\bcann\b|\bxpu|xccl|\bintel\b|gloo|\brocm|\bhip\b|\bmps\b",
+    re.IGNORECASE,
+)
+SERIES = ".".join(torch.__version__.split(".")[:2])
+OTHER = "2.3" if SERIES != "2.3" else "2.4"
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Installs a package 'torch_npu' of some release, made for some torch, that does `code` when it is imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(
+        code: str, release: str = f"{SERIES}.0", wanted: str | None = f"{SERIES}.*", autoload: bool = False
+    ) -> None:
+        (tmp_path / "torch_npu.py").write_text(code)
+        info = tmp_path / f"torch_npu-{release}.dist-info"
+        info.mkdir()
+        requirement = "" if wanted is None else f"Requires-Dist: torch=={wanted}\n"
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch_npu\nVersion: {release}\n{requirement}")
+        if autoload:
+            (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+
+    yield make
+    sys.modules.pop("torch_npu", None)
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> Iterator[None]:
+    """A machine whose driver shows a device."""
+    (tmp_path / "davinci0").touch()
+    with patch.dict(platform._DEVICE_FILES, npu=(str(tmp_path), "davinci[0-9]*")):
+        yield
+
+
+def test_vendors_are_named_in_the_platform_room_only() -> None:
+    files = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert [name for name, text in files.items() if VENDOR.search(text)] == ["device/platform.py"]
+
+
+def test_a_missing_backend() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        DistributedLayerwiseOffloadConfig(onload_device="npu:1")
+    said = str(caught.value)
+    assert "'npu' devices need the package 'torch_npu', which is not installed" in said
+    assert torch.__version__ in said and f'pip install "torch_npu=={SERIES}.*"' in said
+
+
+@pytest.mark.parametrize("kind", ("cpu", "cuda", "xpu", "none"))
+def test_what_torch_knows_needs_nothing(kind: str) -> None:
+    load_device_backend(kind)
+
+
+def test_a_backend_for_another_torch_is_not_even_imported(install: Install, tmp_path: Path) -> None:
+    install("raise SystemExit('imported')", release=f"{OTHER}.0.post2", wanted=f"{OTHER}.0.*")
+    with pytest.raises(RuntimeError) as caught:
+        load_device_backend("npu")
+    said = str(caught.value)
+    assert f"'torch_npu' {OTHER}.0.post2 was made for torch =={OTHER}.0.*" in said and torch.__version__ in said
+    assert f'pip install "torch=={OTHER}.0.*"' in said and f'pip install "torch_npu=={SERIES}.*"' in said
+
+
+@pytest.mark.parametrize(
+    "code",
+    ("raise ImportError('libhccl.so: cannot open shared object file\\n more')", "raise OSError('libhccl.so: cannot')"),
+    ids=("import error", "os error"),
+)
+def test_libraries_that_are_missing(install: Install, code: str) -> None:
+    install(code, wanted=None)
+    with pytest.raises(RuntimeError) as caught:
+        load_device_backend("npu")
+    said = str(caught.value)
+    assert f"'torch_npu' {SERIES}.0 cannot be loaded into torch {torch.__version__} (libhccl.so: cannot" in said
+    assert "source set_env.sh" in said and "\n" not in said
+
+
+def test_a_backend_is_loaded(install: Install) -> None:
+    install("import torch\ntorch.npu = 'loaded'")
+    try:
+        load_device_backend("npu")
+        assert torch.npu == "loaded"
+        sys.modules.pop("torch_npu")
+        load_device_backend("npu")
+        assert "torch_npu" not in sys.modules, "once is enough"
+    finally:
+        del torch.npu
+
+
+def test_a_device_that_cannot_be_used_is_not_passed_over(install: Install, shown: None) -> None:
+    install("raise ImportError('libhccl.so: cannot open shared object file')")
+    with patch.object(torch.accelerator, "is_available", lambda: False):
+        with pytest.raises(RuntimeError, match=r'cannot be loaded .*say onload_device="cpu"'):
+            default_device(None)
+        assert resolve_device(torch.device("cpu")) == torch.device("cpu")
+        model, reference = toy(Stack, 3), toy(Stack, 3)
+        with pytest.raises(RuntimeError, match="cannot be loaded"):
+            apply_distributed_layerwise_offload(model)
+        handle = apply_distributed_layerwise_offload(model, onload_device="cpu")
+        with torch.no_grad():
+            assert torch.equal(model(feed(0)), reference(feed(0)))
+        handle.remove()
+
+
+def test_importing_loads_what_is_there_and_warns(
+    install: Install, shown: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("diffusers").propagate = True
+    load_device_backends()
+    assert not caplog.records, "nothing is installed, and not everything needs the device"
+    install("raise ImportError('libhccl.so: cannot open shared object file')")
+    load_device_backends()
+    assert "libhccl.so" in caplog.text and "'npu' devices are not used" in caplog.text
+
+
+def test_where_no_device_is_shown_nothing_is_loaded(install: Install) -> None:
+    install("raise SystemExit('imported')")
+    load_device_backends()
+    with patch.object(torch.accelerator, "is_available", lambda: False):
+        assert default_device(None) == torch.device("cpu")
+
+
+def test_torch_that_fails_for_a_backend_of_another_torch(install: Install, tmp_path: Path) -> None:
+    """Torch loads it when it is imported, and says that it failed."""
+    install("raise ImportError('undefined symbol: _ZN3c10')", f"{OTHER}.0", f"{OTHER}.0.*", autoload=True)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import diffusers_dlo"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"RuntimeError: 'torch_npu' {OTHER}.0 was made for torch =={OTHER}.0.*"), done.stderr
+    assert torch.__version__ in last
+
+
+def test_the_platform_of_each_kind() -> None:
+    kinds = {"cpu": "Platform", "cuda": "CudaPlatform", "npu": "NpuPlatform", "xpu": "AcceleratorPlatform"}
+    with patch.object(torch, "get_device_module", lambda device: nn), patch.object(torch, "device", _Device):
+        for kind, name in kinds.items():
+            made = platform.get_platform(_Device(kind))
+            assert type(made).__name__ == name
+            assert made.gathers_from_slots_only == (kind == "npu")
+            assert made.registers_host_memory == (kind in ("cpu", "cuda"))
+
+
+class _Device:
+    """A device of a kind that this torch may not know."""
+
+    def __init__(self, kind: str) -> None:
+        self.type = kind
