@@ -322,4 +322,4 @@ class LapLane(Lane):
     def abort(self) -> None:
         # A host's own waits are bounded, and its collectives fail by themselves.
         if self._group.gather is not None and not self.platform.waits_on_host:
-            self._group.gather.abort()
+            self._group.gather.abort(self.platform)

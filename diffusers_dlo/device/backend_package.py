@@ -21,15 +21,23 @@ def import_torch() -> None:
     Imports torch, and with it the backends that it loads by itself.
 
     Raises:
-        `RuntimeError`: one of these cannot be loaded; with the versions that do not go together, if that is why.
+        `RuntimeError`: one of these cannot be loaded; with both versions, and what to do.
     """
     try:
         importlib.import_module("torch")
-    except (ImportError, RuntimeError) as error:
+    except RuntimeError as error:
         packages = sorted({point.dist.name for point in entry_points(group=_AUTOLOADED) if point.dist is not None})
         reasons = [text for text in map(describe_mismatch, packages) if text is not None]
-        if not reasons:
+        if not packages:
             raise
+        if not reasons:
+            cause = str(error.__cause__ or error).strip().splitlines()[0]
+            named = " and ".join(f"'{package}' {find_version(package)}" for package in packages)
+            reasons = [
+                f"torch {find_version('torch')} loads {named} when it is imported, and could not ({cause}). Prepare "
+                "the libraries that it needs as its installation guide says, in the shell that starts Python; or set "
+                "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to do without."
+            ]
         raise RuntimeError(" ".join(reasons)) from error
 
 

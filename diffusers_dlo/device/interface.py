@@ -82,6 +82,10 @@ class Platform:
         """`backend`, None if none is known."""
         return dist.Backend.default_device_backend_map.get(self.device.type)
 
+    def abort(self, group: dist.ProcessGroup) -> None:
+        """Ends the collectives of a group that other ranks will never take part in."""
+        dist.distributed_c10d._abort_process_group(group)
+
     def new_stream(self, high_priority: bool = False) -> Stream:
         """A stream of its own; of high priority where the device has priorities."""
         return None

@@ -206,6 +206,12 @@ class NpuPlatform(AcceleratorPlatform):
     def gathers_from_slots_only(self) -> bool:
         return True
 
+    def abort(self, group: dist.ProcessGroup) -> None:
+        # Torch's own way forgets the group, and ends nothing: the backend does not override what torch calls.
+        backend: Any = group._get_backend(self.device)
+        backend.abort_hccl_comm("a rank is lost")
+        super().abort(group)
+
 
 def gather_options(backend: str, size: int, timeout: timedelta) -> Any:
     """Options of the backend for a group of `size` ranks that only gathers, beside computing; None for its own."""
@@ -273,10 +279,10 @@ def load_device_backend(device_type: str) -> None:
         raise RuntimeError(mismatch)
     try:
         importlib.import_module(package)
-    except (ImportError, OSError, RuntimeError) as error:
+    except Exception as error:  # a missing library is an ImportError, an unprepared one an Exception and no more
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RuntimeError(
-            f"'{package}' {found} cannot be loaded into torch {torch.__version__} ({reason}). It needs the driver and "
-            "the CANN libraries of its release: in the shell that starts Python, run 'source set_env.sh' of the CANN "
-            "installation. docs/npu.md says which versions go together."
+            f"'{package}' {found} cannot be loaded into torch {torch.__version__} ({reason}). It needs a CPU build of "
+            "torch, the driver and the CANN libraries of its release: in the shell that starts Python, run 'source "
+            "set_env.sh' of the CANN installation. docs/npu.md says which versions go together."
         ) from error

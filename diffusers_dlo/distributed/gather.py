@@ -92,9 +92,9 @@ class ShardGather:
                 for rank in range(self.size)
             ]
 
-    def abort(self) -> None:
+    def abort(self, platform: Platform) -> None:
         """Ends collectives that other ranks will never take part in. What they were to fill is garbage after."""
-        dist.distributed_c10d._abort_process_group(self._group)
+        platform.abort(self._group)
 
     def open(self, platform: Platform, timeout: float, in_place: bool | str) -> bool:
         """
