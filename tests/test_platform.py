@@ -100,7 +100,7 @@ def test_libraries_that_are_missing(install: Install, code: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         load_device_backend("npu")
     said = str(caught.value)
-    assert f"'torch_npu' {SERIES}.0 cannot be loaded into torch {torch.__version__} (libhccl.so: cannot open)" in said
+    assert f"'torch_npu' {SERIES}.0 cannot be loaded into torch {torch.__version__} (libhccl.so: cannot" in said
     assert "source set_env.sh" in said and "\n" not in said
 
 

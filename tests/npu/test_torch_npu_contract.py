@@ -213,6 +213,19 @@ def test_its_backend_gathers_bytes_with_our_timeout(wheel: Wheel) -> None:
     assert not missing, f"torch_npu {wheel.release}: the library does not know {missing}"
 
 
+def test_its_backend_ends_collectives_by_a_call_of_its_own(wheel: Wheel) -> None:
+    """Which the platform makes: what torch calls is a method that the backend does not have."""
+    source = inspect.getsource(npu_platform().abort)
+    called = re.findall(r"backend\.(\w+)\(", source)
+    assert called == ["abort_hccl_comm"]
+    missing = wheel.strings_missing("/libtorch_npu.so", called)
+    assert not missing, f"torch_npu {wheel.release}: the library does not know {missing}"
+    in_python = [ast.unparse(tree) for tree in wheel.trees_with(called[0])]
+    assert any("_get_backend(torch.device('npu')).abort_hccl_comm('reinit')" in text for text in in_python), (
+        f"torch_npu {wheel.release}: 'abort_hccl_comm' is not called with a reason alone"
+    )
+
+
 def test_host_memory_can_be_page_locked(wheel: Wheel) -> None:
     check_overrides(wheel, f"{HEADERS}core/npu/NPUHooksInterface.h", "getPinnedMemoryAllocator", "isPinnedPtr")
     assert "getHostAllocator(at::kPrivateUse1)" in wheel.text(f"{HEADERS}core/npu/CachingHostAllocator.h"), (
