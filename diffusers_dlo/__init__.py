@@ -9,7 +9,12 @@ several ranks. Importing this package adds `enable_distributed_layerwise_offload
 from .device.backend_package import import_torch
 
 
-import_torch()  # first, and where a backend that torch loads by itself fails, with the reason
+import_torch()  # first, for what torch does not say where a backend fails that it loads by itself
+
+from .device.platform import load_device_backends
+
+
+load_device_backends()  # before diffusers does
 
 from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline
 
@@ -26,7 +31,6 @@ from .checkpoint.loading import mapped_loading
 from .checkpoint.remap import load_mapped_checkpoint
 from .concurrency import ConcurrentGenerationError, generate_concurrently
 from .config import DistributedLayerwiseOffloadConfig
-from .device.platform import load_device_backends
 from .offload_plan import OffloadPlan, plan_distributed_layerwise_offload
 from .pipeline_mixin import DistributedLayerwiseOffloadMixin, install
 from .report import OffloadReport
@@ -35,7 +39,6 @@ from .transfer_choice import TransferTiming
 from .weight_value import host_view
 
 
-load_device_backends()
 install((DiffusionPipeline, ModularPipeline), ModelMixin)
 
 __all__ = [

@@ -1,7 +1,7 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """Vendors: named in one place, and a backend that is a package of its own is loaded, or refused with what to do."""
 
-import logging
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +17,7 @@ import diffusers_dlo
 from diffusers_dlo import DistributedLayerwiseOffloadConfig, apply_distributed_layerwise_offload
 from diffusers_dlo.device import platform
 from diffusers_dlo.device.onload import default_device, resolve_device
-from diffusers_dlo.device.platform import load_device_backend, load_device_backends
+from diffusers_dlo.device.platform import load_device_backend
 from tests.toys import Stack, feed, toy
 
 
@@ -117,7 +117,7 @@ def test_a_backend_is_loaded(install: Install) -> None:
 
 
 def test_a_device_that_cannot_be_used_is_not_passed_over(install: Install, shown: None) -> None:
-    install("raise ImportError('libhccl.so: cannot open shared object file')")
+    install(LIBRARIES)
     with patch.object(torch.accelerator, "is_available", lambda: False):
         with pytest.raises(RuntimeError, match=r'cannot be loaded .*say onload_device="cpu"'):
             default_device(None)
@@ -131,37 +131,33 @@ def test_a_device_that_cannot_be_used_is_not_passed_over(install: Install, shown
         handle.remove()
 
 
-def test_importing_loads_what_is_there_and_warns(
-    install: Install, shown: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    logging.getLogger("diffusers").propagate = True
-    load_device_backends()
-    assert not caplog.records, "nothing is installed, and not everything needs the device"
-    install("raise ImportError('libhccl.so: cannot open shared object file')")
-    load_device_backends()
-    assert "libhccl.so" in caplog.text and "'npu' devices are not used" in caplog.text
-
-
-def test_where_no_device_is_shown_nothing_is_loaded(install: Install) -> None:
-    install("raise SystemExit('imported')")
-    load_device_backends()
+def test_where_no_device_is_shown_the_cpu_computes() -> None:
     with patch.object(torch.accelerator, "is_available", lambda: False):
         assert default_device(None) == torch.device("cpu")
 
 
+LIBRARIES = "raise ImportError('libhccl.so: cannot open shared object file')"
+
+
+@pytest.mark.parametrize("autoload", ("0", "1"), ids=("by us", "by torch"))
 @pytest.mark.parametrize("wanted", (f"{OTHER}.0.*", f"{SERIES}.*"), ids=("another torch", "no libraries"))
-def test_torch_that_fails_to_load_a_backend(install: Install, tmp_path: Path, wanted: str) -> None:
-    """Torch loads it when it is imported, and says no more than that it failed."""
-    install("raise ImportError('libhccl.so: cannot open shared object file')", "2.3.0", wanted, autoload=True)
+def test_importing_says_what_is_wrong_with_a_backend(
+    install: Install, tmp_path: Path, wanted: str, autoload: str
+) -> None:
+    """Torch, or else diffusers, loads it in an import, and says at most that it failed."""
+    install(LIBRARIES, "2.3.0", wanted, autoload=True)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import diffusers_dlo"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert "'torch_npu' 2.3.0" in last and f"torch {torch.__version__}" in last, done.stderr
+    assert last.startswith("RuntimeError: ") and "'torch_npu' 2.3.0" in last, done.stderr
+    assert f"torch {torch.__version__}" in last
     if wanted.startswith(OTHER):
-        assert last.startswith(f"RuntimeError: 'torch_npu' 2.3.0 was made for torch =={wanted}")
+        assert f"was made for torch =={wanted}" in last
     else:
-        assert "(libhccl.so: cannot open shared object file)" in last and "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in last
+        remedy = "source set_env.sh" if autoload == "0" else "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        assert "(libhccl.so: cannot open shared object file)" in last and remedy in last
 
 
 def test_the_platform_of_each_kind() -> None:

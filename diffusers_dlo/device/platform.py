@@ -241,15 +241,14 @@ def get_platform(device: torch.device) -> Platform:
 
 def load_device_backends() -> None:
     """
-    Loads the backends of devices that this machine has and torch does not know by itself. One that is installed and
-    cannot be loaded is a warning: not everything needs the device, and who does is told (`load_device_backend`).
+    Loads what is installed of such backends; diffusers will, and not say what is wrong with one.
+
+    Raises:
+        `RuntimeError`: one of them cannot be loaded, as `load_device_backend` says it.
     """
-    for device_type in present_device_types():
-        if find_version(_BACKEND_PACKAGES[device_type]) is not None:
-            try:
-                load_device_backend(device_type)
-            except RuntimeError as error:
-                logger.warning(f"{error} Until then, '{device_type}' devices are not used.")
+    for device_type, package in _BACKEND_PACKAGES.items():
+        if find_version(package) is not None:
+            load_device_backend(device_type)
 
 
 def present_device_types() -> list[str]:
