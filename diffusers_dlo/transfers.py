@@ -81,7 +81,7 @@ class Transfers:
         """
         Queues `copies`, of a block's host memory, behind the events `after`; then its realignments, and then `record`.
         """
-        if self._pinned is not None and not unit.store.is_page_locked:
+        if self._pinned is not None and not unit.store.is_page_locked and copies:
             self._copy_through(self._pinned, unit, stream, copies, after, record, realigned)
             return
 
