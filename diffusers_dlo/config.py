@@ -49,7 +49,8 @@ class DistributedLayerwiseOffloadConfig:
             Where the bytes live. `"mapped"`: in the safetensors files they were loaded from, whose page cache all
             ranks of a host share; weights that are in no file (cast, changed) as with `"packed"`. `"packed"`: one
             shared-memory file per host. `"pinned"`: page-locked memory of each rank (its shard with `all_gather`,
-            whole blocks with `local`). `"auto"`: the first of these that works on all ranks.
+            whole blocks with `local`). `"auto"`: the first of these that works on all ranks; on devices that read only
+            memory which they allocated, `"pinned"`, or `"packed"` where that takes far less.
         cache_dir (`str` or `os.PathLike`, *optional*):
             A directory to stream from. Where more than a tenth of the weights is in no file as it is used, because it
             was cast or changed, all that streams is written there once, and later starts find it.

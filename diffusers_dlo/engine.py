@@ -60,6 +60,7 @@ class Engine:
         """Takes a component in; allocates its slots."""
         self._bury()
         self._components[component.name] = component
+        self._leaves.add(component.leaves)
         self.lanes.join(component, config)
 
     def detach(self, component: Component, shrink: bool = True) -> None:
@@ -130,6 +131,11 @@ class Engine:
             if self._timers == 0:
                 self.timing = None
                 self.lanes.time(None)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Host bytes of the page-locked buffers that copies go through ([Note: Pinned ring])."""
+        return self.lanes.pinned_nbytes + self._leaves.pinned_nbytes
 
     # What hooks call
 

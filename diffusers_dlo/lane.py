@@ -10,7 +10,8 @@ computes, and fetching. Must not decide what is fetched next, nor touch modules:
     or this rank does a pass for others), it waits for that fetch's `ready` instead: the gather of a slower rank may
     still read this rank's shard there. Computing waits for the slot's `ready`, recorded after the gather (after the
     copy, where there is none). A staging buffer is written to once the slot that was last gathered from it is `ready`.
-    The host waits for none of them. A block that stays whole has a slot of its own, which is fetched into once.
+    The host waits for none of them; where copies go through page-locked buffers, it waits for these ([Note: Pinned
+    ring]). A block that stays whole has a slot of its own, which is fetched into once.
 
     Fetches go by running number, and one is issued only when the *next different* block has been acquired: by then the
     release before it is in stream order, and a block that is called twice in a row costs nothing. A slot is held, not
@@ -33,10 +34,8 @@ import torch
 from .caller import Caller
 from .device.interface import Event, Platform
 from .device.resident import Allocation
-from .device.ring import Ring, Slot, Stamp, realign
+from .device.ring import Ring, Slot, Stamp
 from .interrupts import interrupts
-from .shard_transfer import copy
-from .timeline import COPY
 from .transfers import Transfers
 from .units import Component, Counters, Unit
 
@@ -78,6 +77,7 @@ class Lane:
         self.finish()
         self.components[component.name] = component
         self.num_slots = max(self.num_slots, num_slots)
+        self.transfers.fit_pinned(component.blocks)
         if self.transient:
             self._drop_ring()
         else:
@@ -87,6 +87,7 @@ class Lane:
         """As `add`, and slots are made at the next use."""
         self.components[component.name] = component
         self.num_slots = max(self.num_slots, num_slots)
+        self.transfers.fit_pinned(component.blocks)
         self._drop_ring()
 
     def remove(self, component: Component, shrink: bool = True) -> None:
@@ -143,6 +144,11 @@ class Lane:
         return self.ring.nbytes if self.ring is not None else 0
 
     @property
+    def pinned_nbytes(self) -> int:
+        """Host bytes of the page-locked buffers that copies go through."""
+        return self.transfers.pinned_nbytes
+
+    @property
     def resident_nbytes(self) -> int:
         """Device bytes of what stays, and of what is staged for the slots."""
         return sum(component.resident_nbytes for component in self.components.values())
@@ -175,6 +181,8 @@ class Lane:
         if self.ring is not None:
             self.ring.close()
             self.ring = None
+        if not self.components:
+            self.transfers.drop_pinned()
 
     # What hooks call
 
@@ -303,12 +311,7 @@ class Lane:
     def _transfer(self, slot: Slot, block: Unit, fence: Event) -> None:
         """Queues all that brings a block into a slot, once `fence` has passed."""
         views = block.views_in(slot)
-
-        def work() -> None:
-            copy(views.copies)
-            realign(views.realigned)
-
-        self.transfers.submit(COPY, block, self._copy, work, after=(fence,), record=slot.ready)
+        self.transfers.copy(block, self._copy, views.copies, (fence,), slot.ready, views.realigned)
         self.counters.count_h2d(views.copies)
 
     def _recover(self, block: Unit) -> None:

@@ -73,6 +73,11 @@ class LaneSet:
         return sum(lane.device_nbytes for lane in self.every)
 
     @property
+    def pinned_nbytes(self) -> int:
+        """Host bytes of the page-locked buffers that copies go through."""
+        return sum(lane.pinned_nbytes for lane in self.every)
+
+    @property
     def resident_nbytes(self) -> int:
         """Device bytes of what stays, staging included."""
         return sum(lane.resident_nbytes for lane in self.every)

@@ -73,6 +73,7 @@ class LapLane(Lane):
         self.service: PassService | None = None
         if group.passes is not None:
             self.service = PassService(group.passes, self, options, group.world.rank)
+            self.transfers.wait_on_host = self._wait_on_host
             self.service.start()
 
     def driving(self) -> AbstractContextManager[Any]:
@@ -216,6 +217,11 @@ class LapLane(Lane):
             timing.gathered(slot.stamp)
         realign(views.realigned)
         slot.pending = None
+
+    def _wait_on_host(self, event: Event) -> None:
+        """For a page-locked buffer, the copy from which may be behind a gather, and so behind other ranks."""
+        assert self.service is not None
+        self.service.waits.wait_until(lambda: self.platform.is_done(event), "the gathers before a copy")
 
     def _confirm(self) -> None:
         self._check()  # a loss that was noticed meanwhile found this slot unused, and its gather may never arrive

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 import torch
 
 from .device.interface import Platform
-from .device.ring import realign, realigned_parts
+from .device.ring import copy_pairs, realign, realigned_parts
 from .host.store import tensor_view
+from .transfers import Transfers
 from .units import Counters, Unit
 
 
@@ -28,6 +29,18 @@ class Leaves:
     def __init__(self, platform: Platform, counters: Counters) -> None:
         self._platform = platform
         self._counters = counters
+        self._transfers = Transfers(platform)
+        self._known: set[Unit] = set()
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Host bytes of the page-locked buffers that leaves are copied through."""
+        return self._transfers.pinned_nbytes
+
+    def add(self, leaves: Iterable[Unit]) -> None:
+        """Leaves that may be called from now on."""
+        self._known.update(leaves)
+        self._transfers.fit_pinned(self._known)
 
     def acquire(self, leaf: Unit) -> None:
         """Fetches a leaf, unless it is there already, on the current stream: the allocator then knows its use."""
@@ -49,9 +62,9 @@ class Leaves:
     def _fetch(self, leaf: Unit) -> torch.Tensor:
         leaf.store.prepare(leaf.key)
         buffer = self._platform.empty(leaf.layout.padded_nbytes(1))
-        for offset, source in leaf.extents:
-            buffer[offset : offset + source.numel()].copy_(source, non_blocking=True)
-            self._counters.on_demand_nbytes += source.numel()
+        copies = copy_pairs(buffer, leaf.extents)
+        self._transfers.copy_now(leaf, copies)
+        self._counters.on_demand_nbytes += sum(source.numel() for _, source in copies)
         realign(realigned_parts(leaf.layout, buffer))
         if leaf.arrived is None:
             leaf.arrived = self._platform.new_event()
@@ -73,8 +86,11 @@ class Leaves:
                 leaf.buffer = None
 
     def drop(self, leaves: Iterable[Unit]) -> None:
-        """As `let_go`, and nothing stays."""
+        """As `let_go`, and nothing stays: they are not called any more."""
         leaves = list(leaves)
         self.let_go(leaves)
         for leaf in leaves:
             leaf.leave()
+        self._known.difference_update(leaves)
+        if not self._known:
+            self._transfers.drop_pinned()

@@ -12,7 +12,7 @@ from .distributed.control import RankLost
 from .distributed.group import OffloadGroup
 from .local_lane import LocalLane
 from .lone_gather import LoneGather
-from .shard_transfer import copy, pull
+from .shard_transfer import pull
 from .units import Component, Counters, Unit
 
 
@@ -63,7 +63,7 @@ class PullLane(LocalLane):
         shard = block.shard
         assert shard is not None
         self.counters.count_h2d(shard.copies)
-        self.platform.submit(self._copy, lambda: copy(shard.copies), after=(shard.arrived,), record=shard.arrived)
+        self.transfers.copy(block, self._copy, shard.copies, (shard.arrived,), shard.arrived)
         shard.filled = True
 
     def _settle_home(self, block: Unit) -> None:
@@ -72,7 +72,7 @@ class PullLane(LocalLane):
         failure: Exception | None = None
         copied = home.slot.arrived
         try:
-            self.platform.submit(self._copy, lambda: copy(home.views.copies), after=(home.slot.fence,), record=copied)
+            self.transfers.copy(block, self._copy, home.views.copies, (home.slot.fence,), copied)
             self.counters.count_h2d(home.views.copies)
         except Exception as error:
             failure = error

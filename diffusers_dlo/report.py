@@ -48,7 +48,8 @@ class OffloadReport:
         device_slot_bytes (`int`): device memory of the slots that exist now.
         resident_bytes (`int`): device memory of what stays for the `device_budget`, staging included.
         device_placed_bytes (`int`): device memory of weights that are never streamed.
-        host_private_bytes (`int`): host memory of this rank alone.
+        host_private_bytes (`int`): host memory of this rank alone: its own part of the weights, and the page-locked
+            buffers that copies go through where the device cannot page-lock the memory that the ranks share.
         host_shared_bytes (`int`): host memory that the ranks of the group share, counted once.
         host_files_bytes (`int`): those of them that are page cache of the checkpoint's own files.
         extents_per_block (`int`): how many copies this rank makes for a block, at most.
@@ -175,7 +176,7 @@ def make_report(sources: ReportSources) -> OffloadReport:
         device_slot_bytes=engine.lanes.device_slot_nbytes,
         resident_bytes=engine.lanes.resident_nbytes,
         device_placed_bytes=sources.plan.device_placed_nbytes,
-        host_private_bytes=store.private_nbytes,
+        host_private_bytes=store.private_nbytes + engine.host_nbytes,
         host_shared_bytes=store.shared_nbytes,
         host_files_bytes=store.files_nbytes,
         extents_per_block=max(len(store.extents(i)) for i, layout in enumerate(store.layouts) if not layout.is_leaf),

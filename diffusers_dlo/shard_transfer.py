@@ -25,7 +25,7 @@ from .device.resident import ShardBuffer, Staging, StagingBuffer
 from .device.ring import Copies, Ring, Slot, copy_pairs, realign
 from .distributed.gather import ShardGather
 from .residency import STAGING_BUFFERS
-from .timeline import COPY, GATHER
+from .timeline import GATHER
 from .transfers import Transfers
 from .units import Component, Counters, Unit
 
@@ -196,7 +196,7 @@ class ShardTransfer:
 
     def _queue_copy(self, block: Unit, copies: Copies, fence: Event, arrived: Event) -> None:
         self._counters.count_h2d(copies)
-        self._transfers.submit(COPY, block, self._copy, lambda: copy(copies), after=(fence,), record=arrived)
+        self._transfers.copy(block, self._copy, copies, (fence,), arrived)
 
     def _settle_reader(self, buffer: ShardBuffer) -> None:
         reader = buffer.reader
@@ -253,9 +253,3 @@ def pull(
         realign(views.realigned)
 
     transfers.submit(GATHER, block, stream, work, after=(shard.arrived, fence), record=slot.ready)
-
-
-def copy(copies: Copies) -> None:
-    """Queues the copies of one block's extents."""
-    for target, source in copies:
-        target.copy_(source, non_blocking=True)

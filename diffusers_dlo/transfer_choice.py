@@ -22,14 +22,12 @@ from diffusers.utils import logging
 
 from .byte_size import format_bytes
 from .config import DistributedLayerwiseOffloadConfig
-from .device.ring import realign
 from .distributed.group import OffloadGroup
 from .engine import Engine
 from .gather_lane import GatherLane
 from .host.store import Extent
 from .lone_gather import LoneGather
 from .offload_plan import OffloadPlan
-from .shard_transfer import copy
 from .units import Component, Unit
 
 
@@ -163,6 +161,7 @@ class _Trial:
         lane = engine.lanes.find("all_gather")
         assert isinstance(lane, GatherLane)
         self._block, self._platform, group = block, engine.platform, engine.group
+        self._transfers = lane.transfers
         self._lone = LoneGather(self._platform, group, timeout, engine.lanes.end_passes)
         ring = lane.lend_ring()
         index = ring.next_slot.index
@@ -178,12 +177,8 @@ class _Trial:
 
     def copy_whole(self) -> None:
         """As the local lane does it."""
-
-        def work() -> None:
-            copy(self._whole.copies)
-            realign(self._whole.realigned)
-
-        self._platform.submit(self._copies, work, record=self._ready)
+        whole = self._whole
+        self._transfers.copy(self._block, self._copies, whole.copies, (), self._ready, whole.realigned)
         self._platform.synchronize()
 
     def gather(self) -> None:
@@ -195,7 +190,7 @@ class _Trial:
         """
         failure: Exception | None = None
         try:
-            self._platform.submit(self._copies, lambda: copy(self._in_shards.copies), record=self._arrived)
+            self._transfers.copy(self._block, self._copies, self._in_shards.copies, (), self._arrived)
         except Exception as error:
             failure = error
         what = str(self._block)

@@ -1,17 +1,27 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns how transfers of blocks, and computing's waits for them, are queued: named in profiles, and timed where somebody
-asks. Must not decide what is transferred, nor in what order.
+Owns how transfers of blocks, and computing's waits for them, are queued: named in profiles, timed where somebody asks,
+and by way of page-locked buffers where the device cannot read what is copied. Must not decide what is transferred, nor
+in what order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
 
 from .device.interface import Event, Platform, Stream
+from .device.pinned_ring import PinnedRing
+from .device.ring import Copies, realign
 from .labels import label
+from .timeline import COPY
 from .timing import Timing
 from .units import Unit
+
+
+Realigned = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""(targets, sources) of what is copied inside an image once it has arrived."""
 
 
 class Transfers:
@@ -22,12 +32,96 @@ class Transfers:
         platform (`Platform`): of the onload device.
         timing (`Timing`, *optional*): what is told when transfers and computing begin and end, while somebody asks.
         for_others (`bool`): whether the pass is one that this rank does for others alone: it is not timed.
+        wait_on_host (`Callable[[Event], None]`): how the host waits for a page-locked buffer ([Note: Pinned ring]).
     """
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
         self.timing: Timing | None = None
         self.for_others = False
+        self.wait_on_host = platform.wait_on_host
+        self._pinned: PinnedRing | None = None
+        self._between: Event = None
+
+    # Page-locked buffers
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Host bytes of the page-locked buffers that copies go through."""
+        return self._pinned.nbytes if self._pinned is not None else 0
+
+    def fit_pinned(self, units: Iterable[Unit]) -> None:
+        """Makes page-locked buffers, if what is copied of `units` needs them and those that there are do not do."""
+        if not self.platform.has_host_link:
+            return
+        copied = (unit.store.copied_bounds(unit.key) for unit in units if not unit.store.is_page_locked)
+        nbytes = max((stop - start for start, stop in copied), default=0)
+        if nbytes and (self._pinned is None or not self._pinned.fits(nbytes)):
+            self.drop_pinned()
+            self._pinned = PinnedRing(self.platform, nbytes)
+            self._between = self.platform.new_timing_event()
+
+    def drop_pinned(self) -> None:
+        """Gives the page-locked buffers back, once nothing is copied from them any more."""
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
+
+    # What is queued
+
+    def copy(
+        self,
+        unit: Unit,
+        stream: Stream,
+        copies: Copies,
+        after: Sequence[Event],
+        record: Event,
+        realigned: Realigned = ([], []),
+    ) -> None:
+        """
+        Queues `copies`, of a block's host memory, behind the events `after`; then its realignments, and then `record`.
+        """
+        if self._pinned is not None and not unit.store.is_page_locked and copies:
+            self._copy_through(self._pinned, unit, stream, copies, after, record, realigned)
+            return
+
+        def work() -> None:
+            _queue_copies(copies)
+            realign(realigned)
+
+        self.submit(COPY, unit, stream, work, after=after, record=record)
+
+    def _copy_through(
+        self,
+        pinned: PinnedRing,
+        unit: Unit,
+        stream: Stream,
+        copies: Copies,
+        after: Sequence[Event],
+        record: Event,
+        realigned: Realigned,
+    ) -> None:
+        """As `copy`, piece by piece: the first is behind `after`, and what is behind the last one records `record`."""
+        timing = None if self.for_others else self.timing
+        span = timing.new_span() if timing is not None else None
+        timed = (span[0], self._between) if span is not None else None
+        with label(COPY, unit):
+            for piece in pinned.pieces(copies, self.wait_on_host):
+                self.platform.submit(stream, piece.queue, after=after, record=piece.copied, timed=timed)
+                after, timed = (), None
+            timed = (self._between, span[1]) if span is not None else None
+            self.platform.submit(stream, lambda: realign(realigned), after=after, record=record, timed=timed)
+        if timing is not None and span is not None:
+            timing.transferred(COPY, unit, span)
+
+    def copy_now(self, unit: Unit, copies: Copies) -> None:
+        """Queues `copies`, of host memory of a leaf, on the current stream."""
+        if self._pinned is None or unit.store.is_page_locked:
+            _queue_copies(copies)
+            return
+        for piece in self._pinned.pieces(copies, self.wait_on_host):
+            piece.queue()
+            self.platform.compute_record(piece.copied)
 
     def submit(
         self,
@@ -55,3 +149,8 @@ class Transfers:
             self.platform.compute_wait(fence)
         if timing is not None:
             timing.begin(unit)
+
+
+def _queue_copies(copies: Copies) -> None:
+    for target, source in copies:
+        target.copy_(source, non_blocking=True)

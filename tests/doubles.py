@@ -7,6 +7,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -64,8 +65,9 @@ class DelayedPlatform(Platform):
     The CPU with streams that lag behind, and computing that does too: what is put on `compute` runs later, as kernels
     do, with the addresses it had when it was put there. `drops` leaves out one kind of waiting, to show that a test
     would notice: `"free"` (a fetch does not wait for the block that last used its slot; a copy to staging not for the
-    gather that read there), `"arrived"` (a gather does not wait for its copy, nor for its slot) or `"ready"`
-    (computing does not wait for the fetch). Each copy takes `copy_seconds` longer.
+    gather that read there), `"arrived"` (a gather does not wait for its copy, nor for its slot), `"ready"` (computing
+    does not wait for the fetch) or `"buffer"` (the host does not wait for the copy from a page-locked buffer before it
+    writes there again). Each copy takes `copy_seconds` longer.
     """
 
     def __init__(self, device: torch.device, seed: int = 0, drops: str = "", copy_seconds: float = 0.0) -> None:
@@ -83,6 +85,10 @@ class DelayedPlatform(Platform):
 
     def is_done(self, event: Mark) -> bool:
         return event.recorded is None or event.recorded.is_set()
+
+    def wait_on_host(self, event: Mark) -> None:
+        if event.recorded is not None and self.drops != "buffer":
+            assert event.recorded.wait(30), "the host waits for something that never comes"
 
     def new_stream(self, high_priority: bool = False) -> Worker:
         self.workers.append(Worker())
@@ -146,3 +152,32 @@ class DelayedPlatform(Platform):
             worker.todo.put(idle.set)
             assert idle.wait(30), "a stream waits for something that never comes"
             assert not worker.errors, worker.errors
+
+
+class Unregistering(DelayedPlatform):
+    """The double of a device behind a link that reads only the host memory which it allocated itself."""
+
+    def __init__(self, device: torch.device, seed: int = 0, drops: str = "", copy_seconds: float = 0.0) -> None:
+        super().__init__(device, seed, drops, copy_seconds)
+        self.pinned: list[weakref.ref[torch.Tensor]] = []
+
+    @property
+    def registers_host_memory(self) -> bool:
+        return False
+
+    @property
+    def has_host_link(self) -> bool:
+        return True
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Bytes of the page-locked memory that is still there."""
+        return sum(memory.numel() for held in self.pinned if (memory := held()) is not None)
+
+    def pinned_empty(self, nbytes: int) -> torch.Tensor:
+        memory = super().pinned_empty(nbytes)
+        self.pinned.append(weakref.ref(memory))
+        return memory
+
+    def register_host_memory(self, address: int, nbytes: int) -> None:
+        raise AssertionError("a device that cannot page-lock memory was asked to")

@@ -1027,12 +1027,12 @@ def test_devices_that_lock_nothing(
     monkeypatch.setattr(Registering, "registers_host_memory", False)
     device = platform(Registering(".safetensors"))
     model = SOURCES["assigned"].load(checkpoints / "assigned")
-    for host in ("mapped", "packed"):
-        with pytest.raises(RuntimeError, match="copies from memory it did not allocate, and 'cpu' devices do not"):
-            apply_distributed_layerwise_offload(model, host=host)
-    handle = apply_distributed_layerwise_offload(model)
-    assert handle.report().host_kind == "pinned" and not warnings_of(caplog)
-    handle.remove()
+    with pytest.raises(RuntimeError, match="copies from memory it did not allocate, and 'cpu' devices do not"):
+        apply_distributed_layerwise_offload(model, host="mapped")
+    for host, kind in (("auto", "pinned"), ("packed", "packed")):
+        handle = apply_distributed_layerwise_offload(model, host=host)
+        assert handle.report().host_kind == kind and not warnings_of(caplog)
+        handle.remove()
     assert device.calls == 0
 
 

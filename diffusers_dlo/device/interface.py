@@ -127,6 +127,9 @@ class Platform:
         """Whether all that was queued before `event` was last recorded has been done."""
         return True
 
+    def wait_on_host(self, event: Event) -> None:
+        """Waits on the host for what was queued before `event` was last recorded."""
+
     def use_in_this_thread(self) -> None:
         """Makes the device the current one of a thread that is not the main one."""
 

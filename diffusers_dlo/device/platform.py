@@ -7,7 +7,8 @@ their collectives. Must not know of blocks or passes, and is the only file that 
     Torch's own device-agnostic calls do most (`AcceleratorPlatform`), for whatever vendor torch knows. What differs:
 
     - NVIDIA: host memory that something else allocated can be page-locked, and devices map each other's memory.
-    - Ascend: neither. Its backend for torch is a package of its own, `torch_npu`, whose version follows torch's, on
+    - Ascend: neither; what lies in memory that it did not allocate is copied through a ring ([Note: Pinned ring]). Its
+      backend for torch is a package of its own, `torch_npu`, whose version follows torch's, on
       top of libraries that no package index has (CANN). Its collectives keep what they prepared for an address, so
       each slot is gathered at the same addresses every time, from the shard that lies in it: nothing is gathered from
       staging buffers, and a shard that stays is copied into the slot first.
@@ -78,6 +79,9 @@ class AcceleratorPlatform(Platform):
 
     def is_done(self, event: Event) -> bool:
         return bool(event.query())
+
+    def wait_on_host(self, event: Event) -> None:
+        event.synchronize()
 
     def use_in_this_thread(self) -> None:
         self._module.set_device(self.device)

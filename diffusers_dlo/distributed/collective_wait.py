@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from .turn import Turn
 
 
 _TURN = timedelta(seconds=POLL_SECONDS)
+_DEVICE_SECONDS = 1e-4
+"""How often a device is looked at: it copies for longer than that."""
 _EXPLAIN_SECONDS = 2.0
 """How long after a collective has failed the end of another rank may take to show."""
 
@@ -62,6 +65,23 @@ class CollectiveWait:
                 self._turn.fail(error)
                 raise
 
+    def wait_until(self, is_done: Callable[[], bool], what: str) -> None:
+        """
+        As `wait_for`, until the device `is_done` with what it was given before; in the middle of a fetch, so that no
+        interrupt is delivered.
+
+        Raises:
+            `RankLost`: there is no use in waiting.
+        """
+        start, warned = time.monotonic(), False
+        while not is_done():
+            try:
+                warned = self._keep_waiting(what, time.monotonic() - start, warned, interruptible=False)
+            except RankLost as error:
+                self._turn.fail(error)
+                raise
+            time.sleep(_DEVICE_SECONDS)
+
     def lose(self, what: str, error: RuntimeError) -> RankLost:
         """What to raise when a collective failed: the end of another rank, if that is why."""
         lost: RankLost = GroupLost(f"{what} failed on rank {self._mesh.rank} ({str(error).splitlines()[0]}).")
@@ -84,12 +104,13 @@ class CollectiveWait:
         except RuntimeError as error:
             raise self.lose(what, error) from error
 
-    def _keep_waiting(self, what: str, seconds: float, warned: bool) -> bool:
+    def _keep_waiting(self, what: str, seconds: float, warned: bool, interruptible: bool = True) -> bool:
         """Called at each turn of a wait that has lasted for `seconds`. Whether the log says so by now."""
         self.check()
         if threading.current_thread() is self._service_thread:
             self._mesh.check()
-        interrupts.deliver()
+        if interruptible:
+            interrupts.deliver()
         if seconds > self._turn.options.timeout:
             raise GroupLost(
                 f"rank {self._mesh.rank} waited {seconds:.0f} s for {what}, and {self._blame()} took no part. Look "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from diffusers.utils import logging
 
+from ..byte_size import format_bytes
 from ..casts import pending_casts
 from ..checkpoint.mapped import FileRange, FileStamp, Located
 from ..comparison import digest_of
@@ -20,6 +21,9 @@ from ..tensor_utils import OwnedTensor, nbytes_of
 
 
 logger = logging.get_logger(__name__)
+
+_MOST_PINNED = 1.5
+"""With `host="auto"`, pinned memory may take so many times what one copy for all ranks does."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +114,14 @@ def rank_plans(
     Raises:
         `RuntimeError`: the option asks for what this device or these weights cannot do, with the reason.
     """
-    if kind != "pinned" and not platform.registers_host_memory:
-        if kind != "auto":
-            raise RuntimeError(
-                f"host={kind!r} needs a device that copies from memory it did not allocate, and "
-                f"'{platform.device.type}' devices do not. Use host=\"pinned\"."
-            )
-        return [replace(plan, host="pinned")]
+    if kind == "mapped" and not platform.registers_host_memory:
+        raise RuntimeError(
+            f"host={kind!r} needs a device that copies from memory it did not allocate, and "
+            f"'{platform.device.type}' devices do not. "
+            'Use host="pinned", or host="packed", which is copied there through page-locked buffers.'
+        )
+    if kind == "auto" and not platform.registers_host_memory:
+        return _rank_allocated(plan, platform)
     if kind in ("packed", "pinned"):
         return [plan]
     reason = None
@@ -136,3 +141,19 @@ def rank_plans(
         )
     logger.info(f"The weights do not stay in their files ({reason}); they are copied into one shared copy per host")
     return [replace(plan, host="packed"), replace(plan, host="pinned")]
+
+
+def _rank_allocated(plan: OffloadPlan, platform: Platform) -> list[OffloadPlan]:
+    """The plans to try where a device reads only memory that it allocated: pinned, unless that takes far more."""
+    pinned, packed = replace(plan, host="pinned"), replace(plan, host="packed")
+    all_pinned, shared = (tried.host_nbytes_per_rank * plan.group_size for tried in (pinned, packed))
+    ranks = "on one rank" if plan.group_size == 1 else f"on {plan.group_size} ranks together"
+    why = (
+        f"'{platform.device.type}' devices copy only from memory that they allocated; pinned memory takes "
+        f"{format_bytes(all_pinned)} {ranks}, one shared copy {format_bytes(shared)}"
+    )
+    if all_pinned > _MOST_PINNED * shared:
+        logger.info(f"One shared copy ('packed') is taken, and copied through page-locked buffers: {why}")
+        return [packed, pinned]
+    logger.info(f"Pinned memory is taken, which needs no second copy on the host: {why}")
+    return [pinned, packed]

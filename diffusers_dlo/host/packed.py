@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -46,8 +46,9 @@ def image_offsets(plan: OffloadPlan) -> tuple[list[int], int]:
 class PackedStore(HostStore):
     """
     One copy of all weights per host. Images follow each other in the plan's order, each on its own page, so a rank can
-    page-lock exactly what it copies. Each rank reserves the shards it will copy: a lack of memory is then an error
-    here and not a bus error later, and on machines with several memory nodes a shard lies near the rank that reads it.
+    page-lock exactly what it copies; on devices that cannot have that, nothing is ([Note: Pinned ring]). Each rank
+    reserves the shards it will copy: a lack of memory is then an error here and not a bus error later, and on machines
+    with several memory nodes a shard lies near the rank that reads it.
 
     Args:
         fd (`int`, *optional*): the shared file; the store takes it over. None where nothing is to be kept in memory.
@@ -59,6 +60,7 @@ class PackedStore(HostStore):
     def __init__(self, plan: OffloadPlan, rank: int, platform: Platform, fd: int | None) -> None:
         super().__init__(plan, rank)
         self._fd = fd
+        self._registers = platform.registers_host_memory
         self._registrations = Registrations(platform)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._private: mmap.mmap | None = None
@@ -84,11 +86,15 @@ class PackedStore(HostStore):
         for unit in range(len(self.layouts)):
             self._reserve(mapping, unit)
         units = range(len(self.layouts))
-        self._registrations.add(extent.source for unit in units for extent in self._memory_extents(unit))
+        self._lock_memory(extent.source for unit in units for extent in self._memory_extents(unit))
 
     @property
     def kind(self) -> str:
         return "packed"
+
+    @property
+    def is_page_locked(self) -> bool:
+        return self._registers and not self._pageable
 
     @property
     def private_nbytes(self) -> int:
@@ -104,7 +110,7 @@ class PackedStore(HostStore):
     def whole_extents(self, unit: int) -> list[Extent]:
         copies_whole, self.copies_whole[unit] = self.copies_whole[unit], True
         try:
-            self._registrations.add(extent.source for extent in self.extents(unit))
+            self._lock_memory(extent.source for extent in self.extents(unit))
             return self.extents(unit)
         finally:
             self.copies_whole[unit] = copies_whole
@@ -114,10 +120,15 @@ class PackedStore(HostStore):
         if self._pageable:
             return
         try:
-            self._registrations.add(extent.source for extent in self.extents(unit))
+            self._lock_memory(extent.source for extent in self.extents(unit))
         except RuntimeError as error:
             self._pageable = True
             logger.warning(f"What other ranks used to copy comes from pageable memory, which is slower ({error})")
+
+    def _lock_memory(self, memories: Iterable[torch.Tensor]) -> None:
+        """Page-locks `memories`, for devices that can have that."""
+        if self._registers:
+            self._registrations.add(memories)
 
     def _memory_extents(self, unit: int) -> list[Extent]:
         base, _ = bounds = self.copied_bounds(unit)

@@ -47,6 +47,11 @@ class HostStore(ABC):
         """Its name: `"mapped"`, `"packed"`, `"pinned"`; joined by `+` where it is of several kinds."""
 
     @property
+    def is_page_locked(self) -> bool:
+        """Whether the device reads what this rank copies by DMA, as far as it is known."""
+        return True
+
+    @property
     @abstractmethod
     def private_nbytes(self) -> int:
         """Host bytes that belong to this rank alone."""
