@@ -1,17 +1,16 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns what the package has to do on the simulated device, on one rank and on several. A case raises, or returns plain
-values that the test compares. Must not run in the process of the tests.
+Owns what the package has to do on the simulated device, on one rank, and on each of several alike. A case raises, or
+returns plain values that the test compares. Must not run in the process of the tests.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib.metadata
-import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ from accelerate import PartialState
 from diffusers import DiffusionPipeline, FluxPipeline
 from torch import nn
 
-from diffusers_dlo import OffloadHandle, apply_distributed_layerwise_offload
+from diffusers_dlo import apply_distributed_layerwise_offload
 from diffusers_dlo.device.onload import default_device
 from diffusers_dlo.device.platform import get_platform
 from tests import toys
 from tests.npu import collectives
-from tests.toys import feed, toy
-from tests.zoo import MODELS, build, flat, place
+from tests.npu.comparing import REAL, TOYS, assert_outputs, assert_weights, device, logged, pair, whole_life
+from tests.toys import toy
 
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -36,86 +35,6 @@ import tiny_checkpoints
 
 
 _ops = torch.ops.simulated_npu
-TOYS: dict[str, Callable[[], nn.Module]] = {
-    "five unequal blocks": lambda: toy(toys.Stack, 5),
-    "dtypes, strides and buffers": lambda: toy(toys.Stack, 3, toys.MixedBlock),
-    "buffers that are written": lambda: toy(toys.Stack, 3, toys.CountingBlock),
-    "tied weights": lambda: toy(toys.Tied),
-    "weights that are returned": lambda: toy(toys.Returning),
-    "large leaves": lambda: toy(toys.Leafy),
-}
-REAL = ("cosmos3", "wan", "flux")
-
-
-def device() -> torch.device:
-    return torch.device("npu", torch.npu.current_device())
-
-
-def compute(module: nn.Module, name: str, seed: int) -> list[torch.Tensor]:
-    """The outputs of one forward on the device, on the host."""
-    with torch.no_grad():
-        if name in MODELS:
-            dtype = next(p.dtype for p in module.parameters())
-            output = module(**place(MODELS[name].inputs(seed), dtype=dtype, device=device()))
-        else:
-            output = module(feed(seed).to(device()))
-    return [tensor.cpu() for tensor in flat(output)]
-
-
-def pair(name: str) -> tuple[nn.Module, nn.Module]:
-    """The model to offload, on the host, and the same whole on the device."""
-    if name in TOYS:
-        return TOYS[name](), TOYS[name]().to(device())
-    return build(name, 3, dtype=torch.bfloat16), build(name, 3, dtype=torch.bfloat16).to(device())
-
-
-def assert_outputs(model: nn.Module, reference: nn.Module, name: str, seed: int) -> None:
-    got, expected = compute(model, name, seed), compute(reference, name, seed)
-    assert got and len(got) == len(expected)
-    for a, b in zip(got, expected):
-        assert a.dtype == b.dtype and torch.equal(a, b) and not torch.isnan(a).any(), (name, seed)
-
-
-def assert_weights(model: nn.Module, expected: dict[str, torch.Tensor], kind: str) -> None:
-    state = model.state_dict()
-    assert state.keys() == expected.keys()
-    for key, value in expected.items():
-        assert state[key].device.type == kind or kind == "any", (key, state[key].device)
-        assert torch.equal(state[key].cpu(), value), key
-
-
-def whole_life(name: str, rank: int, size: int, **options: Any) -> OffloadHandle:
-    """
-    A model from before enabling until after disabling: its outputs, its weights, and which objects they are.
-    """
-    model, reference = pair(name)
-    originals = dict(model.named_parameters())
-    weights = {key: value.cpu().clone() for key, value in reference.state_dict().items()}
-    handle = apply_distributed_layerwise_offload(model, onload_device="npu", **options)
-    try:
-        born = dict(model.named_parameters())
-        assert all(parameter.device == device() for parameter in born.values())
-        managed = [key for key, parameter in born.items() if parameter.dim() and not any(parameter.stride())]
-        assert managed and not any(born[key] is originals[key] for key in managed)
-        assert all(type(born[key]) is type(originals[key]) for key in managed)
-        for step in range(3):
-            assert_outputs(model, reference, name, 10 * rank + step)
-            assert all(parameter is born[key] for key, parameter in model.named_parameters())
-            assert all(parameter.device == device() for parameter in model.parameters())
-        if size == 1 and "written" not in name:
-            assert_weights(model, weights, "any")
-    finally:
-        handle.remove()
-    put_back = dict(model.named_parameters())
-    other = [key for key in managed if put_back[key] is not originals[key]]
-    assert not other, (name, other)
-    after = {key: value.cpu().clone() for key, value in reference.state_dict().items()}
-    assert_weights(model, after, "cpu")
-    assert_outputs(model.to(device()), reference, name, 10 * rank)
-    return handle
-
-
-# ------------------------------------------------------------------------------------------------------ one rank alone
 
 
 def the_device(rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -272,30 +191,6 @@ def without_room(rank: int, size: int, folder: Path) -> str:
     return said
 
 
-class _Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    handler, logger = _Lines(), logging.getLogger("diffusers_dlo")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield handler.lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
 def generate(pipe: DiffusionPipeline, seed: int, output: str) -> torch.Tensor:
     options = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": output}
     pipe.set_progress_bar_config(disable=True)
@@ -348,7 +243,8 @@ def budget(rank: int, size: int, folder: Path) -> dict[str, Any]:
     block = sum(p.nbytes for p in model.blocks[0].parameters())
     collectives.gathers.clear()
     # Slots and whatever is beside them take part of it; what is left is not enough for all blocks.
-    handle = apply_distributed_layerwise_offload(model, device_budget=7 * block, transfer=transfer_of(size))
+    transfer = "all_gather" if size > 1 else "local"
+    handle = apply_distributed_layerwise_offload(model, device_budget=7 * block, transfer=transfer)
     collectives.gathers.clear()  # those that tried the communicator out
     for step in range(4):
         assert_outputs(model, reference, "toy", step + 10 * rank)
@@ -365,90 +261,18 @@ def budget(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def transfer_of(size: int) -> str:
-    return "all_gather" if size > 1 else "local"
-
-
-# ------------------------------------------------------------------------------------------------------ several ranks
-
-
-def connect(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """As a user's script does under a launcher."""
-    _ops.lag(300, rank)
-    state = PartialState(init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    return {
-        "device": str(state.device),
-        "backend": dist.get_backend(),
-        "group": type(dist.group.WORLD).__name__,
-        "processes": state.num_processes,
-        "default": str(default_device(rank)),
-    }
-
-
-def gathered_models(rank: int, size: int, folder: Path) -> dict[str, str]:
-    """Each rank computes with inputs of its own."""
-    kinds = {}
-    for index, name in enumerate((*TOYS, *REAL)):
-        report = whole_life(name, rank, size, num_slots=2 + index % 2, transfer="all_gather").report()
-        kinds[name] = f"{report.transfer} {report.host_kind}"
-    return kinds
-
-
-def addresses(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Every gather of equal blocks, in many passes."""
-    model, reference = (toy(toys.Stack, 5, toys.Block, 16, (32,)) for _ in range(2))
-    reference.to(device())
-    handle = apply_distributed_layerwise_offload(model, transfer="all_gather")
-    collectives.gathers.clear()
-    waits = _ops.counts()[0]
-    for step in range(5):
-        assert_outputs(model, reference, "toy", step + 10 * rank)
-    found = {"host waits": _ops.counts()[0] - waits, "num_slots": handle.plan.num_slots}
-    handle.join()
-    found["gathers"] = [tuple(gather) for gather in collectives.gathers]
-    handle.remove()
-    return found
-
-
-def unequal_work(rank: int, size: int, folder: Path) -> tuple[int, int]:
-    """A rank that has nothing to do transfers for the other, on a thread of its own and the right device."""
-    model, reference = (toy(toys.Stack, 5) for _ in range(2))
-    reference.to(device())
-    handle = apply_distributed_layerwise_offload(model, transfer="all_gather", grace=0.1)
-    for step in range(3 if rank == 0 else 1):
-        assert_outputs(model, reference, "toy", step + 10 * rank)
-    dist.barrier()
-    handle.join()
-    report = handle.report()
-    handle.remove()
-    return report.passes, report.ghost_passes
-
-
-def group_rules(rank: int, size: int, folder: Path) -> list[str]:
-    """What the gathers of an "hccl" group refuse."""
-    found = []
-    group = dist.new_group(backend="hccl")
-    for output, input in ((8, 3), (8, 5)):
-        try:
-            dist.all_gather_into_tensor(
-                torch.zeros(output, dtype=torch.uint8, device=device()),
-                torch.zeros(input, dtype=torch.uint8, device=device()),
-                group=group,
-            )
-        except RuntimeError as error:
-            found.append(str(error))
-    return found
-
-
 ONE_RANK = {
     case.__name__: case
     for case in (
-        the_device, its_rules, its_streams, models, memory, already_there, without_room, pipeline, host_memory, budget
+        the_device,
+        its_rules,
+        its_streams,
+        models,
+        memory,
+        already_there,
+        without_room,
+        pipeline,
+        host_memory,
+        budget,
     )
-}  # fmt: skip
-SEVERAL_RANKS = {
-    case.__name__: case
-    for case in (
-        connect, group_rules, gathered_models, addresses, unequal_work, without_room, pipeline, host_memory, budget
-    )
-}  # fmt: skip
+}

@@ -70,6 +70,7 @@ def current_device() -> int:
 
 def set_device(device: Device) -> None:
     torch.accelerator.set_device_index(_index(device))
+    _ops.use_in_this_thread()
 
 
 def get_device_name(device: Device = None) -> str:

@@ -94,11 +94,12 @@ def _run(size: int, folder: Path, cases: Cases, timeout: float) -> list[tuple[di
 def _main(folder: Path, results: Path, timeout: float, sizes: Sequence[int]) -> None:
     import torch
 
-    from tests.npu import cases
+    from tests.npu.cases import ONE_RANK
+    from tests.npu.rank_cases import SEVERAL_RANKS
 
     torch.set_num_threads(1)
     gc.freeze()  # what was imported is not garbage, and looking through it at each enabling takes most of its time
-    found = [_run(size, folder, cases.ONE_RANK if size == 1 else cases.SEVERAL_RANKS, timeout) for size in sizes]
+    found = [_run(size, folder, ONE_RANK if size == 1 else SEVERAL_RANKS, timeout) for size in sizes]
     results.write_bytes(pickle.dumps(found))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 
-SOURCE = Path(__file__).with_name("simulated_device.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("simulated_device.cpp", "simulated_machine.h")]
 LIBRARY = "simulated_device.so"
 
 
@@ -32,8 +32,8 @@ def build(folder: Path) -> Path:
     The folder with the package torch_npu, built if `folder` has none of this source and this torch. Processes that
     come at the same time wait for the one that builds.
     """
-    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode() + sys.version.encode()).hexdigest()[:16]
-    site = folder / f"simulated-{key}"
+    content = [*(path.read_bytes() for path in SOURCES), torch.__version__.encode(), sys.version.encode()]
+    site = folder / f"simulated-{hashlib.sha256(b''.join(content)).hexdigest()[:16]}"
     version = torch.__version__.split("+")[0]
     package, info = site / "torch_npu", site / f"torch_npu-{version}.dist-info"
     for part in (package, info):
@@ -55,7 +55,7 @@ def _compile(library: Path) -> None:
 
     # Not by `torch.utils.cpp_extension.load`, which would also load the library into this process.
     unfinished = library.with_suffix(".part")
-    command = [str(compiler()), "-std=c++20", "-O0", "-fPIC", "-shared", str(SOURCE), "-o", str(unfinished)]
+    command = [str(compiler()), "-std=c++20", "-O0", "-fPIC", "-shared", str(SOURCES[0]), "-o", str(unfinished)]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     command += [f"-I{path}" for path in cpp_extension.include_paths()]
     command += [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch"]
