@@ -86,31 +86,43 @@ def its_rules(rank: int, size: int, folder: Path) -> dict[str, str]:
     return found
 
 
-def its_streams(rank: int, size: int, folder: Path) -> bool:
-    """A stream lags, events order it with others, and its host memory has to be page-locked."""
-    _ops.lag(200_000, 3)
+def its_streams(rank: int, size: int, folder: Path) -> str:
+    """A stream does its work later, events order it with others; host memory is page-locked, and has to stay."""
     source, target = torch.arange(64.0).pin_memory(), torch.zeros(64, device="npu")
     stream, event = torch.npu.Stream(device="npu"), torch.npu.Event()
-    before = torch.npu.Event()
-    before.record(torch.npu.current_stream())
-    stream.wait_event(before)
-    with torch.npu.stream(stream):
+    with held(stream):
         target.copy_(source, non_blocking=True)
-    event.record(stream)
-    behind = not event.query()
+        event.record(stream)
+        assert not event.query() and stream.query() is False
     torch.npu.current_stream().wait_event(event)
     assert torch.equal(target.cpu(), source) and event.query()
-    waits = _ops.counts()[0]
     with torch.npu.stream(stream):
         target.copy_(source, non_blocking=True)
         target.copy_(torch.ones(64), non_blocking=True)  # pageable: the host waits for what is before it
-    assert _ops.counts()[0] == waits + 1 and target.sum().item() == 64
-    _ops.lag(300, 3)
-    return behind
+    assert target.sum().item() == 64
+    with held(stream):
+        target.copy_(source, non_blocking=True)
+        del source
+    try:
+        torch.npu.synchronize()
+    except RuntimeError:
+        return _ops.take_fault()
+    return "nothing"
+
+
+@contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    """The body queues its work on `stream`, which begins with it after."""
+    moment = _ops.new_moment()
+    with torch.npu.stream(stream):
+        _ops.wait_for(moment)
+        yield
+    _ops.reach(moment)
 
 
 def models(rank: int, size: int, folder: Path) -> dict[str, str]:
     """Toys and real classes, with streams that lag, in the way that is chosen and with three slots."""
+    _ops.lag(300, 0)
     kinds = {}
     for index, name in enumerate((*TOYS, *REAL)):
         kinds[name] = whole_life(name, rank, size, num_slots=2 + index % 2).report().host_kind

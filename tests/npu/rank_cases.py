@@ -67,7 +67,7 @@ def unequal_work(rank: int, size: int, folder: Path) -> tuple[int, int]:
     """A rank that has nothing to do transfers for the other, on a thread of its own and the right device."""
     model, reference = (toy(toys.Stack, 5) for _ in range(2))
     reference.to(device())
-    handle = apply_distributed_layerwise_offload(model, transfer="all_gather", grace=0.1)
+    handle = apply_distributed_layerwise_offload(model, transfer="all_gather")
     for step in range(3 if rank == 0 else 1):
         assert_outputs(model, reference, "toy", step + 10 * rank)
     dist.barrier()

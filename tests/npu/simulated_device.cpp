@@ -269,6 +269,10 @@ TORCH_LIBRARY(simulated_npu, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   c10::SetAllocator(c10::DeviceType::PrivateUse1, &device_allocator);
   m.def("use_in_this_thread() -> ()", []() { has_set_device = true; });
+  m.def("take_fault() -> str", []() -> std::string {
+    Lock lock(machine.lock);
+    return std::exchange(machine.fault, "");
+  });
   m.def("lag(int microseconds, int seed) -> ()", [](int64_t microseconds, int64_t seed) {
     Lock lock(machine.lock);
     machine.lag_us = microseconds;

@@ -69,7 +69,7 @@ def check_one_rank(found: dict[str, Any]) -> None:
         OTHER_DEVICE in rules["host parameter, device data"] and OTHER_DEVICE in rules["device parameter, host data"]
     )
     assert "cannot page-lock" in rules["registration"] and "never called torch.npu.set_device" in rules["a thread"]
-    assert found["its_streams"], "the copy was done before anything waited for it"
+    assert "freed before the copy was done" in found["its_streams"]
 
     assert found["models"] == dict.fromkeys(MODELS, "pinned")
     assert found["already_there"] == "cpu"
@@ -105,7 +105,8 @@ def check_two_ranks(ranks: list[dict[str, Any]]) -> None:
         check_addresses(found["addresses"])
         check_budget(found["budget"])
     assert ranks[0]["without_room"].startswith("RuntimeError: rank 1 failed: ")
-    assert [found["unequal_work"] for found in ranks] == [(3, 0), (1, 2)]
+    (passes, ghosts), (other_passes, other_ghosts) = (found["unequal_work"] for found in ranks)
+    assert (passes, other_passes) == (3, 1) and other_ghosts >= 2 and passes + ghosts == other_passes + other_ghosts
 
 
 def check_addresses(found: dict[str, Any]) -> None:
