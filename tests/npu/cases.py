@@ -47,6 +47,7 @@ def the_device(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "accelerate": state.device.type,
         "backend": get_platform(default_device(None)).backend,
         "registers": get_platform(default_device(None)).registers_host_memory,
+        "platform": type(get_platform(default_device(None))).__name__,
         "name": torch._C._get_privateuse1_backend_name(),
     }
 
@@ -267,7 +268,6 @@ def budget(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "resident": report.resident_bytes,
         "slots": report.device_slot_bytes,
         "num_slots": handle.plan.num_slots,
-        "platform": type(get_platform(device())).__name__,
     }
     handle.remove()
     return found

@@ -43,12 +43,16 @@ class QueuedWork(dist._Work):
     def __init__(self, moment: int) -> None:
         super().__init__()
         self._moment = moment
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
     def end(self, error: BaseException | None = None) -> None:
-        self._error = error
-        self._ended.set()
+        with self._lock:
+            if self._ended.is_set():
+                return  # it was ended before
+            self._error = error
+            self._ended.set()
         _ops.reach(self._moment)
 
     def wait(self, timeout: object = None) -> bool:
@@ -78,6 +82,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
         self._name = options.group_id
         self._todo: queue.SimpleQueue = queue.SimpleQueue()
+        self._begun: list[QueuedWork] = []
         threading.Thread(target=self._serve, daemon=True).start()
 
     def getBackendName(self) -> str:
@@ -101,10 +106,22 @@ class SimulatedGroup(dist.ProcessGroup):
         gathers.append(Gather(base, input.data_ptr(), count, input.data_ptr() == base + rank * count))
         before, work = torch.npu.Event(), QueuedWork(_ops.new_moment())
         before.record(torch.npu.current_stream())
+        self._begun = [*(other for other in self._begun if not other.is_completed()), work]
         self._todo.put((before, work, output, input))
         return work
 
     _allgather_base = all_gather_single
+
+    def _get_backend(self, device: torch.device) -> SimulatedGroup:
+        return self
+
+    def abort(self) -> None:
+        """Ends nothing, as that of torch_npu: what torch calls is not overridden there."""
+
+    def abort_hccl_comm(self, reason: str) -> None:
+        """Ends what was begun; what it was to fill is garbage after."""
+        for work in self._begun:
+            work.end(RuntimeError(f"hccl: aborted, {reason}"))
 
     def barrier(self, opts: object = None) -> dist.Work:
         return self._gloo.barrier()
@@ -115,14 +132,14 @@ class SimulatedGroup(dist.ProcessGroup):
             before.synchronize()
             try:
                 self._gather(host_bytes(output), host_bytes(input))
-            except BaseException as error:
-                work.end(error)
-            else:
-                work.end()
+            except RuntimeError:
+                continue  # a rank has ended: the device waits for it, for good, unless somebody ends that
+            work.end()
 
     def _gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
         sizes = torch.empty(self.size(), dtype=torch.int64)
         self._gloo._allgather_base(sizes, torch.tensor([input.numel()])).wait()
         if len(set(sizes.tolist())) > 1:
-            raise RuntimeError(f"hccl: inputs of {sizes.tolist()} bytes")
+            _ops.fail(f"hccl gathers inputs of one size, not of {sizes.tolist()} bytes")
+            return
         self._gloo._allgather_base(output, input.clone()).wait()

@@ -24,15 +24,15 @@ ROOT = Path(__file__).parents[2]
 Cases = Mapping[str, Callable[[int, int, Path], Any]]
 
 
-def launch(site: Path, folder: Path, sizes: Sequence[int], timeout: float = 100.0) -> list[list[dict[str, Any]]]:
+def launch(site: Path, folder: Path, groups: Sequence[str], timeout: float = 75.0) -> list[list[dict[str, Any]]]:
     """
-    What the cases returned, by name: for each of `sizes`, for each rank. `site` has the package torch_npu, and
-    `folder` is for whatever they write. Fails with the tracebacks of all cases that raised.
+    What the cases returned, by name: for each of `groups` (`_find_cases`), for each rank. `site` has the package
+    torch_npu, and `folder` is for whatever they write. Fails with the tracebacks of all cases that raised.
     """
     results = folder / "results"
     path = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.npu.launcher", str(folder), str(results), str(timeout), *map(str, sizes)]
+    command = [sys.executable, "-m", "tests.npu.launcher", str(folder), str(results), str(timeout), *groups]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     if not results.exists():
         raise AssertionError(f"the launcher ended with {done.returncode}:\n{done.stderr[-8000:]}")
@@ -43,7 +43,7 @@ def launch(site: Path, folder: Path, sizes: Sequence[int], timeout: float = 100.
         for rank, (_, failed) in enumerate(ranks)
         for name, text in failed.items()
     ]
-    assert not errors, "\n".join([*errors, done.stderr[-4000:]])
+    assert not errors, "\n".join([*errors, done.stderr[-2000:]])
     print(done.stderr)  # how long each case took, where the test fails for another reason
     return [[returned for returned, _ in ranks] for ranks in found]
 
@@ -83,7 +83,7 @@ def _run(size: int, folder: Path, cases: Cases, timeout: float) -> list[tuple[di
             ready = pipe.poll(max(deadline - time.monotonic(), 0.1))
             ranks.append(pipe.recv() if ready else ({}, {"all": f"did not end in {timeout} s"}))
         except EOFError:
-            ranks.append(({}, {"all": "died"}))
+            ranks.append(({"died": True}, {}))
     for process in processes:
         process.join(2)
         process.kill()
@@ -91,17 +91,26 @@ def _run(size: int, folder: Path, cases: Cases, timeout: float) -> list[tuple[di
     return ranks
 
 
-def _main(folder: Path, results: Path, timeout: float, sizes: Sequence[int]) -> None:
+def _find_cases(group: str) -> tuple[int, Cases]:
+    """How many ranks, and what they do."""
+    from tests.npu.cases import ONE_RANK
+    from tests.npu.rank_cases import LOST_RANK, SEVERAL_RANKS
+
+    return {"one": (1, ONE_RANK), "two": (2, SEVERAL_RANKS), "lost": (2, LOST_RANK)}[group]
+
+
+def _main(folder: Path, results: Path, timeout: float, groups: Sequence[str]) -> None:
     import torch
 
-    from tests.npu.cases import ONE_RANK
-    from tests.npu.rank_cases import SEVERAL_RANKS
-
     torch.set_num_threads(1)
+    cases = [_find_cases(group) for group in groups]
     gc.freeze()  # what was imported is not garbage, and looking through it at each enabling takes most of its time
-    found = [_run(size, folder, ONE_RANK if size == 1 else SEVERAL_RANKS, timeout) for size in sizes]
+    found = []
+    for group, (size, work) in zip(groups, cases):
+        (folder / group).mkdir()
+        found.append(_run(size, folder / group, work, timeout))
     results.write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), [int(size) for size in sys.argv[4:]])
+    _main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4:])

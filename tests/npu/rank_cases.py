@@ -6,6 +6,7 @@ plain values that the test compares. Must not run in the process of the tests.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,32 @@ def group_rules(rank: int, size: int, folder: Path) -> list[str]:
             )
         except RuntimeError as error:
             found.append(str(error))
+    unequal = 3 + rank
+    dist.all_gather_into_tensor(
+        torch.zeros(2 * unequal, dtype=torch.uint8, device=device()),
+        torch.zeros(unequal, dtype=torch.uint8, device=device()),
+        group=group,
+    )
+    try:
+        torch.npu.synchronize()
+    except RuntimeError:
+        found.append(_ops.take_fault())
     return found
+
+
+def lost_rank(rank: int, size: int, folder: Path) -> str:
+    """The last rank ends in the middle of a pass, with gathers begun on the others. What those are told."""
+    model, reference = (toy(toys.Stack, 5) for _ in range(2))
+    reference.to(device())
+    apply_distributed_layerwise_offload(model, transfer="all_gather", host="pinned")
+    assert_outputs(model, reference, "toy", rank)
+    if rank == size - 1:
+        model.blocks[2].register_forward_pre_hook(lambda *_: os._exit(0))
+    try:
+        assert_outputs(model, reference, "toy", rank)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 SEVERAL_RANKS = {
@@ -107,3 +133,4 @@ SEVERAL_RANKS = {
         budget,
     )
 }
+LOST_RANK = {case.__name__: case for case in (connect, lost_rank)}

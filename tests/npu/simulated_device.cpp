@@ -195,7 +195,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
       ++machine.deferred_copies;
       submit(lock, queue, [=](Lock& held) {
         lag(held);
-        auto exists = [&](const void* memory) { return is_pinned(memory, nbytes) || is_device_memory(memory, nbytes); };
+        auto exists = [&](const void* at) { return is_pinned(at, nbytes) || is_device_memory(at, nbytes); };
         if (!exists(source) || !exists(target))
           machine.fault = "memory of a copy was freed before the copy was done";
         else
@@ -269,6 +269,10 @@ TORCH_LIBRARY(simulated_npu, m) {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
   c10::SetAllocator(c10::DeviceType::PrivateUse1, &device_allocator);
   m.def("use_in_this_thread() -> ()", []() { has_set_device = true; });
+  m.def("fail(str why) -> ()", [](const std::string& why) {
+    Lock lock(machine.lock);
+    machine.fault = why;
+  });
   m.def("take_fault() -> str", []() -> std::string {
     Lock lock(machine.lock);
     return std::exchange(machine.fault, "");

@@ -6,8 +6,8 @@
 // [Note: Streams]
 //     The default stream computes at once, on the calling thread. Every other stream is a thread that lags: it only
 //     waits for events, records them, and copies bytes. What cannot be left to it (a cast, a copy that blocks or whose
-//     host memory is pageable) waits on the host until the stream is idle, and is counted. When a copy is done, both of
-//     its memories have to exist still; that they do not is found there, and raised by whatever comes next.
+//     host memory is pageable) waits on the host until the stream is idle, and is counted. When a copy is done, both
+//     of its memories have to exist still; that they do not is found there, and raised by whatever comes next.
 
 #pragma once
 
