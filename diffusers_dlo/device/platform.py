@@ -130,6 +130,11 @@ class Platform:
     def use_in_this_thread(self) -> None:
         """Makes the device the current one of a thread that is not the main one."""
 
+    @property
+    def current_stream(self) -> Stream:
+        """The stream that the calling thread computes on."""
+        return None
+
     def compute_wait(self, event: Event) -> None:
         """Makes what is queued next on the current stream wait for `event`; the host goes on."""
 
@@ -247,11 +252,15 @@ class AcceleratorPlatform(Platform):
         if record is not None:
             record.record(stream)
 
+    @property
+    def current_stream(self) -> Stream:
+        return self._module.current_stream(self.device)
+
     def compute_wait(self, event: Event) -> None:
-        self._module.current_stream(self.device).wait_event(event)
+        self.current_stream.wait_event(event)
 
     def compute_record(self, event: Event) -> None:
-        event.record(self._module.current_stream(self.device))
+        event.record(self.current_stream)
 
     def synchronize(self) -> None:
         self._module.synchronize(self.device)
