@@ -62,18 +62,14 @@ def _nothing() -> None:
 class DelayedPlatform(Platform):
     """
     The CPU with streams that lag behind, and computing that does too: what is put on `compute` runs later, as kernels
-    do, with the addresses it had when it was put there. `drops` leaves out one kind of waiting, to show that a test
-    would notice: `"free"` (a fetch does not wait for the block that last used its slot; a copy to staging not for the
-    gather that read there), `"arrived"` (a gather does not wait for its copy, nor for its slot) or `"ready"`
-    (computing does not wait for the fetch). Each copy takes `copy_seconds` longer.
+    do, with the addresses it had when it was put there. Each copy takes `copy_seconds` longer.
     """
 
-    def __init__(self, device: torch.device, seed: int = 0, drops: str = "", copy_seconds: float = 0.0) -> None:
+    def __init__(self, device: torch.device, seed: int = 0, copy_seconds: float = 0.0) -> None:
         super().__init__(device)
         self.copy_seconds = copy_seconds
         self.timing_events = 0
         self.random = random.Random(seed)
-        self.drops = drops
         self.workers: list[Worker] = []
         self.compute = Worker()
 
@@ -108,8 +104,7 @@ class DelayedPlatform(Platform):
         timed: tuple[TimingMark, TimingMark] | None = None,
     ) -> None:
         is_copy = stream is self.workers[0]
-        dropped = self.drops == ("free" if is_copy else "arrived")
-        waits = [] if dropped else [mark.recorded for mark in after if mark.recorded is not None]
+        waits = [mark.recorded for mark in after if mark.recorded is not None]
         before, between = self.random.random() * 0.003, self.random.random() * 0.002
         before += self.copy_seconds if is_copy else 0
         done = threading.Event()
@@ -134,7 +129,7 @@ class DelayedPlatform(Platform):
         return self.compute
 
     def compute_wait(self, event: Mark) -> None:
-        if event.recorded is not None and self.drops != "ready":
+        if event.recorded is not None:
             self.compute.todo.put(event.recorded.wait)
 
     def compute_record(self, event: Mark) -> None:
