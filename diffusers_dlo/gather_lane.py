@@ -102,7 +102,7 @@ class GatherLane(LapLane):
         lap = self._lap
         if self._shards is None or self.ring is None or lap is None or lap.component is not component or not lap.done:
             return
-        if lap.expected is not None and self.service is not None and self.service.turn.drives_here:
+        if lap.expected is not None and (self.service is None or self.service.turn.drives_here):
             self._shards.copy_ahead(self.ring, lap.expected)
 
     def _refuse_held(self, why: str) -> None:

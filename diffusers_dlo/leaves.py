@@ -51,8 +51,8 @@ class Leaves:
             buffer = leaf.buffer
             if buffer is None:
                 buffer = leaf.buffer = self._fetch(leaf)
-            else:
-                self._platform.compute_wait(leaf.arrived)  # it may have been fetched on another stream
+            elif leaf.stream != self._platform.current_stream:
+                self._platform.compute_wait(leaf.arrived)
             with torch.inference_mode(False):
                 leaf.point([tensor_view(buffer, tensor) for tensor in leaf.layout.tensors])
         except BaseException:
@@ -69,6 +69,7 @@ class Leaves:
         if leaf.arrived is None:
             leaf.arrived = self._platform.new_event()
         self._platform.compute_record(leaf.arrived)
+        leaf.stream = self._platform.current_stream
         return buffer
 
     def release(self, leaf: Unit) -> None:

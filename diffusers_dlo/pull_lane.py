@@ -84,5 +84,5 @@ class PullLane(LocalLane):
 
     def _transfer(self, slot: Slot, block: Unit, fence: Event) -> None:
         assert block.shard is not None and block.shard.filled
-        pull(self.transfers, self._pulls, block, slot, block.shard, self.rank, fence)
+        pull(self.transfers, self._pulls, block, slot, block.shard, self.rank, slot.fences(fence))
         self.counters.count_gather(block.views_in(slot))

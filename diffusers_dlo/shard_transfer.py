@@ -117,25 +117,24 @@ class ShardTransfer:
         views = block.views_in(slot)
         shard = block.shard
         ahead, slot.copied_ahead = slot.copied_ahead, None
-        if ahead is not None and (shard is not None or self._staging is not None or ahead != block.key_in_component):
-            self._platform.submit(self._comm, _nothing, after=(slot.arrived,), record=None)
-            ahead = None
+        # What was copied ahead is behind the fence, and whoever writes to the slot next comes behind that.
+        fences = slot.fences(fence) if ahead is None else (slot.arrived,)
         if shard is not None and shard.is_pulled:
             self._settle_reader(shard)  # the others' shards have arrived when its gather has ended
-            pull(self._transfers, self._comm, block, slot, shard, self._gather.rank, fence)
+            pull(self._transfers, self._comm, block, slot, shard, self._gather.rank, fences)
             self._counters.count_gather(views)
         elif shard is not None:
             if not shard.filled:
                 self._copy_into(block, shard, shard.copies)
                 shard.filled = True
-            self._gather_from(block, slot, shard, fence)
+            self._gather_from(block, slot, shard, fences)
         elif self._staging is not None and self._fits(block):
             buffer = self._staging.find(block.component, block.index) or self._stage(block)
             buffer.holds = None
-            self._gather_from(block, slot, buffer, fence)
+            self._gather_from(block, slot, buffer, fences)
         else:
-            if ahead is None:
-                self._queue_copy(block, views.copies, fence, slot.arrived)
+            if ahead != block.key_in_component:
+                self._queue_copy(block, views.copies, (fence,) if ahead is None else (), slot.arrived)
             self._queue_gather(block, slot, views.shard, (slot.arrived,))
         self._stage_ahead(upcoming)
 
@@ -154,7 +153,7 @@ class ShardTransfer:
         self._settle(slot)
         ring.vacate(slot)
         slot.copied_ahead = block.key_in_component
-        self._queue_copy(block, block.views[slot.index].copies, slot.fence, slot.arrived)
+        self._queue_copy(block, block.views[slot.index].copies, (slot.fence,), slot.arrived)
 
     # Where this rank's shard comes from
 
@@ -192,22 +191,24 @@ class ShardTransfer:
         reader = buffer.reader
         # A slot that was fetched into again since: its later gather is behind the one that read this buffer.
         fence = buffer.arrived if reader is None else reader.ready
-        self._queue_copy(block, copies, fence, buffer.arrived)
+        self._queue_copy(block, copies, (fence,), buffer.arrived)
+        buffer.awaited = False
 
-    def _queue_copy(self, block: Unit, copies: Copies, fence: Event, arrived: Event) -> None:
+    def _queue_copy(self, block: Unit, copies: Copies, after: tuple[Event, ...], arrived: Event) -> None:
         self._counters.count_h2d(copies)
-        self._transfers.copy(block, self._copy, copies, (fence,), arrived)
+        self._transfers.copy(block, self._copy, copies, after, arrived)
 
     def _settle_reader(self, buffer: ShardBuffer) -> None:
         reader = buffer.reader
         if reader is not None and reader.stamp is not None and reader.stamp.seq == buffer.reader_seq:
             self._settle(reader)
 
-    def _gather_from(self, block: Unit, slot: Slot, buffer: ShardBuffer, fence: Event) -> None:
+    def _gather_from(self, block: Unit, slot: Slot, buffer: ShardBuffer, fences: tuple[Event, ...]) -> None:
         assert slot.stamp is not None
         shard = buffer.memory[: block.views_in(slot).shard.numel()]
         buffer.reader, buffer.reader_seq = slot, slot.stamp.seq
-        self._queue_gather(block, slot, shard, (buffer.arrived, fence))
+        self._queue_gather(block, slot, shard, fences if buffer.awaited else (buffer.arrived, *fences))
+        buffer.awaited = True
 
     def _queue_gather(self, block: Unit, slot: Slot, source: torch.Tensor, after: tuple[Event, ...]) -> None:
         views = block.views_in(slot)
@@ -235,14 +236,18 @@ def _is_readable(block: Unit) -> bool:
     return True
 
 
-def _nothing() -> None:
-    """The work of who only waits."""
-
-
 def pull(
-    transfers: Transfers, stream: Stream, block: Unit, slot: Slot, shard: ShardBuffer, rank: int, fence: Event
+    transfers: Transfers,
+    stream: Stream,
+    block: Unit,
+    slot: Slot,
+    shard: ShardBuffer,
+    rank: int,
+    after: tuple[Event, ...],
 ) -> None:
-    """Queues `rank`'s copies of all ranks' shards of a block into its slot ([Note: Pull])."""
+    """
+    Queues `rank`'s copies of all ranks' shards of a block, which have arrived, into its slot ([Note: Pull]).
+    """
     views, size = block.views_in(slot), len(shard.peers)
     parts = views.parts
 
@@ -252,4 +257,4 @@ def pull(
             parts[peer].copy_(shard.peers[peer], non_blocking=True)
         realign(views.realigned)
 
-    transfers.submit(GATHER, block, stream, work, after=(shard.arrived, fence), record=slot.ready)
+    transfers.submit(GATHER, block, stream, work, after=after, record=slot.ready)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from .block_layout import BlockLayout
-from .device.interface import Event
+from .device.interface import Event, Stream
 from .device.resident import Home, ShardBuffer
 from .device.ring import BlockViews, Copies, Slot
 from .host.store import Extent, HostStore
@@ -50,7 +50,7 @@ class Unit:
     """
     A block or leaf at run time: its tensors, where its bytes are, and the slot it is in while it computes. `home` is
     its memory if it stays on the device whole, `shard` if this rank's shard of it does. Of a leaf, `buffer` is the
-    memory it was fetched into, `arrived` follows that, and it `stays` if it is not to be fetched anew.
+    memory it was fetched into on `stream`, `arrived` follows that, and it `stays` if it is not to be fetched anew.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Unit:
         self.slot: Slot | None = None
         self.buffer: torch.Tensor | None = None
         self.arrived: Event = None
+        self.stream: Stream = None
         self.stays = False
         self.holds = 0
         self._streaming = list(enumerate(self.tensors))

@@ -12,6 +12,10 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--schedules", type=int, default=2000, help="how many schedules tests/test_schedules.py runs")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "slow" not in config.option.markexpr:
         skip = pytest.mark.skip(reason="long, and of a kind with others; run it with -m slow")

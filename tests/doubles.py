@@ -135,6 +135,10 @@ class DelayedPlatform(Platform):
             record.recorded = done
         stream.todo.put(run)
 
+    @property
+    def current_stream(self) -> Worker:
+        return self.compute
+
     def compute_wait(self, event: Mark) -> None:
         if event.recorded is not None and self.drops != "ready":
             self.compute.todo.put(event.recorded.wait)

@@ -133,6 +133,11 @@ class Platform:
     def use_in_this_thread(self) -> None:
         """Makes the device the current one of a thread that is not the main one."""
 
+    @property
+    def current_stream(self) -> Stream:
+        """The stream that the calling thread computes on."""
+        return None
+
     def compute_wait(self, event: Event) -> None:
         """Makes what is queued next on the current stream wait for `event`; the host goes on."""
 

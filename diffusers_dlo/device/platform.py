@@ -117,11 +117,15 @@ class AcceleratorPlatform(Platform):
         if record is not None:
             record.record(stream)
 
+    @property
+    def current_stream(self) -> Stream:
+        return self._module.current_stream(self.device)
+
     def compute_wait(self, event: Event) -> None:
-        self._module.current_stream(self.device).wait_event(event)
+        self.current_stream.wait_event(event)
 
     def compute_record(self, event: Event) -> None:
-        event.record(self._module.current_stream(self.device))
+        event.record(self.current_stream)
 
     def synchronize(self) -> None:
         self._module.synchronize(self.device)

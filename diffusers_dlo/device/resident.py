@@ -43,7 +43,8 @@ class Home:
 class ShardBuffer:
     """
     Device memory for one shard: `arrived` follows the copy into it. `reader` is the slot whose gather read it last, by
-    the ring's fetch number `reader_seq`. `peers` are the same shard's places on all ranks, where they can be read.
+    the ring's fetch number `reader_seq`. `awaited` says whether gathers come behind `arrived` by now. `peers` are the
+    same shard's places on all ranks, where they can be read.
     """
 
     memory: torch.Tensor
@@ -52,6 +53,7 @@ class ShardBuffer:
     filled: bool = False
     reader: Slot | None = None
     reader_seq: int = -1
+    awaited: bool = False
     peers: Sequence[torch.Tensor] = ()
 
     @property

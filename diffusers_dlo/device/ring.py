@@ -15,7 +15,7 @@ import torch
 
 from ..block_layout import BlockLayout
 from ..host.store import Extent, tensor_view
-from .interface import Event, Platform
+from .interface import Event, Platform, Stream
 
 
 _OF_NOTHING = ("", -1)
@@ -41,10 +41,10 @@ class Stamp:
 class Slot:
     """
     One block-sized buffer. `arrived` follows the copy of a fetch, `ready` the whole of it, `free` the computing that
-    last used it. `used` says whether anything has waited for the last fetch since. `pending` is a collective that the
-    host has to wait for before it reads `buffer`, and the views that it fills. `copied_ahead` is the block, by
-    component and index, whose shard was copied there before its fetch; `arrived` then follows that copy. `input` is
-    where this rank's shard is copied to, if that is not its place in `buffer`.
+    last used it, on `stream`. `used` says whether anything has waited for the last fetch since. `pending` is a
+    collective that the host has to wait for before it reads `buffer`, and the views that it fills. `copied_ahead` is
+    the block, by component and index, whose shard was copied there before its fetch; `arrived` then follows that copy.
+    `input` is where this rank's shard is copied to, if that is not its place in `buffer`.
     """
 
     index: int
@@ -55,6 +55,7 @@ class Slot:
     stamp: Stamp | None = None
     holds: int = 0
     used: bool = True
+    stream: Stream = None
     pending: tuple[Any, BlockViews] | None = None
     copied_ahead: tuple[str, int] | None = None
     input: torch.Tensor | None = None
@@ -63,6 +64,10 @@ class Slot:
     def fence(self) -> Event:
         """What the next fetch into this slot has to wait for: its last use or, if it had none, the fetch before."""
         return self.free if self.used else self.ready
+
+    def fences(self, fence: Event) -> tuple[Event, ...]:
+        """`fence`, for the stream that records `ready`: it is behind that already."""
+        return () if fence is self.ready else (fence,)
 
 
 @dataclass(frozen=True)
