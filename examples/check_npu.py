@@ -115,12 +115,11 @@ class Checklist:
         except KeyboardInterrupt:
             code = _INTERRUPTED
             done = self.report.results
-            row = next((row for row in self.report.rows if row.number not in done), None)
-            if row is not None:
+            for number in [row.number for row in self.report.rows if row.number not in done][:1]:
                 result = Result(FAILED, "interrupted by Ctrl-C", is_stuck=True)
-                self.ranks.post(row.number, result.as_json())
-                done[row.number] = result
-                self._explain_rest(row.number)
+                self.ranks.post(number, result.as_json())
+                done[number] = result
+                self._explain_rest(number)
         return self._finish(code)
 
     def _run(self, row: Row) -> Result:

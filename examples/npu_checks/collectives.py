@@ -15,6 +15,8 @@ from .outcome import Finding
 
 _SIZES = (1, 3, 255, 256, 257, 4096, 65_537, 1 << 20, (4 << 20) + 5)
 """Bytes of a shard, before it is padded."""
+_LARGE = (208 << 20) + 3
+"""More than the buffers through which HCCL moves data, of 200 MB by default: there it may go another way."""
 _ROUNDS = 100
 _LAPS = 20
 
@@ -42,29 +44,45 @@ def _gather(context: Context, image: torch.Tensor, shard: torch.Tensor) -> None:
         context.gather(image, shard)
 
 
-def _check_gathers(context: Context, in_place: bool) -> Finding:
+def _check_gathers(context: Context, in_place: bool, is_part: bool) -> Finding:
+    """Gathers of all sizes, as the package asks for them; `is_part`: of shards that lie in the image."""
     size, rank = context.ranks.size, context.ranks.rank
-    for wanted in _SIZES:
-        nbytes = -(-wanted // 256) * 256
-        parts = [pattern(nbytes, 1000 * other + wanted) for other in range(size)]
-        image = context.platform.empty(size * nbytes)
-        image.fill_(0xEE)
-        mine = image[rank * nbytes : (rank + 1) * nbytes] if in_place else context.platform.empty(nbytes)
-        mine.copy_(parts[rank])
-        _gather(context, image, mine)
-        same = torch.equal(image.cpu(), torch.cat(parts))
-        demand(same, f"a gather of {wanted} bytes from each rank brought others")
-    return Finding(f"{len(_SIZES)} sizes up to {max(_SIZES) >> 20} MiB from each rank")
+    sizes = (*_SIZES, _LARGE) if context.has_streams else _SIZES
+    gather = context.gather
+    before, gather.in_place = gather.in_place, in_place
+    try:
+        for wanted in sizes:
+            nbytes = -(-wanted // 256) * 256
+            image = context.platform.empty(size * nbytes)
+            image.fill_(0xEE)
+            parts = image.split(nbytes)
+            mine = parts[rank] if is_part else context.platform.empty(nbytes)
+            mine.copy_(_bytes_of(context, rank, nbytes))
+            _gather(context, image, mine)
+            wrong = [
+                other for other in range(size) if not torch.equal(parts[other], _bytes_of(context, other, nbytes))
+            ]
+            demand(not wrong, f"a gather of {wanted} bytes from each rank brought others from rank(s) {wrong}")
+    finally:
+        gather.in_place = before
+    return Finding(f"{len(sizes)} sizes up to {max(sizes) >> 20} MiB from each rank")
+
+
+def _bytes_of(context: Context, rank: int, nbytes: int) -> torch.Tensor:
+    """What a rank contributes, on the device."""
+    drawn = pattern(min(nbytes, 1_000_003), 1000 * rank + nbytes).to(context.device)
+    return drawn.repeat(-(-nbytes // drawn.numel()))[:nbytes]
 
 
 def in_place(context: Context) -> Finding:
     """Shards that lie in the image they are gathered to."""
-    return _check_gathers(context, in_place=True)
+    return _check_gathers(context, in_place=True, is_part=True)
 
 
 def out_of_place(context: Context) -> Finding:
-    """Shards in memory of their own."""
-    return _check_gathers(context, in_place=False)
+    """Shards in memory of their own, and shards in the image with `gather_in_place=False`."""
+    _check_gathers(context, in_place=True, is_part=False)
+    return _check_gathers(context, in_place=False, is_part=True)
 
 
 def same_addresses(context: Context) -> Finding:

@@ -12,8 +12,9 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from diffusers_dlo.device.platform import Platform, get_platform
-from diffusers_dlo.distributed.gather import InPlaceGather, new_gather_group
+from diffusers_dlo.device.interface import Platform
+from diffusers_dlo.device.platform import get_platform
+from diffusers_dlo.distributed.gather import ShardGather, new_gather_group
 
 from .install import Installed
 from .outcome import Failed
@@ -44,9 +45,9 @@ class Context:
         return get_platform(self.device)
 
     @cached_property
-    def gather(self) -> InPlaceGather:
+    def gather(self) -> ShardGather:
         """The package's gather, in a group of its own. Made by all ranks together."""
-        return InPlaceGather(new_gather_group(range(self.ranks.size), self.platform.backend, self.limit))
+        return ShardGather(new_gather_group(range(self.ranks.size), self.platform.backend, self.limit))
 
     @property
     def has_streams(self) -> bool:

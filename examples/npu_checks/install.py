@@ -80,7 +80,7 @@ def look(wanted: str) -> Installed:
             if not error and not devices:
                 error = "torch_npu is imported, and sees no NPU; look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES"
             return Installed("npu", versions, compare(versions), error)
-    else:
+    elif "torch_npu" in versions:
         # Where torch_npu cannot be imported, torch could not be either.
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     import torch
@@ -98,15 +98,16 @@ def look(wanted: str) -> Installed:
 def compare(versions: dict[str, str]) -> str:
     """Why the versions of torch, torch_npu and CANN do not go together; empty if nothing speaks against it."""
     torch_version, npu_version = versions["torch"], versions["torch_npu"]
-    wanted = [Requirement(text) for text in importlib.metadata.requires("torch_npu") or ()]
-    specifiers = [str(item.specifier) for item in wanted if item.name == "torch" and item.specifier]
-    fits = all(Requirement(f"torch{s}").specifier.contains(torch_version, prereleases=True) for s in specifiers)
-    if not fits or _release(torch_version) != _release(npu_version):
-        return (
-            f"torch {torch_version} and torch_npu {npu_version} do not go together; "
-            f'pip install "torch=={_release(npu_version)}.*", or the torch_npu of this torch'
-        )
-    return ""
+    # Comparing the versions themselves would be wrong: 2.12.0.post3 is for torch 2.12.0.
+    requirements = [Requirement(text) for text in importlib.metadata.requires("torch_npu") or ()]
+    specifiers = [str(item.specifier) for item in requirements if item.name == "torch" and item.specifier]
+    wanted_torch = specifiers[0] if specifiers else f"=={_release(npu_version)}.*"
+    if Requirement(f"torch{wanted_torch}").specifier.contains(torch_version, prereleases=True):
+        return ""
+    return (
+        f"torch {torch_version} and torch_npu {npu_version} do not go together; "
+        f'pip install "torch{wanted_torch}", or "torch_npu=={_release(torch_version)}.*"'
+    )
 
 
 def _release(version: str) -> str:

@@ -36,7 +36,7 @@ def pinned(context: Context) -> Finding:
     target, done = platform.empty(host.numel()), platform.new_event()
     platform.synchronize()
     start = time.perf_counter()
-    platform.submit(platform.new_stream(), lambda: target.copy_(host, non_blocking=True) and None, (), done)
+    platform.submit(platform.new_stream(), lambda: target.copy_(host, non_blocking=True), (), done)
     queued = (time.perf_counter() - start) * 1e3
     under_way = not platform.is_done(done)
     platform.compute_wait(done)

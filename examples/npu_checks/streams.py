@@ -142,7 +142,7 @@ def beside_computing(context: Context) -> Finding:
     target = platform.empty(_COPY_NBYTES)
 
     def copies(count: int) -> None:
-        platform.submit(stream, lambda: [target.copy_(host, non_blocking=True) for _ in range(count)] and None)
+        platform.submit(stream, lambda: [target.copy_(host, non_blocking=True) for _ in range(count)])
 
     def best_ms(copy_count: int, work_ms: float) -> float:
         times = []
