@@ -24,8 +24,12 @@ KINDS = ("auto", "npu", "cuda", "cpu")
 _PACKAGES = ("torch", "torch_npu", "diffusers_dlo", "diffusers", "transformers", "accelerate")
 _TRY = """
 import json, torch, torch_npu
-from torch_npu.npu.utils import get_cann_version
-print("found " + json.dumps({"cann": get_cann_version(), "devices": torch.npu.device_count()}))
+try:
+    from torch_npu.npu.utils import get_cann_version
+    cann = get_cann_version()
+except Exception:
+    cann = ""
+print("found " + json.dumps({"cann": cann, "devices": torch.npu.device_count()}))
 """
 _SECONDS = 120
 _CANN_REMEDY = "Install CANN, and run `source .../set_env.sh` of it in this shell"

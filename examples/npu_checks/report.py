@@ -29,7 +29,7 @@ from .rows import Row
 FORMAT = 1
 _SETTINGS = re.compile(
     r"(HCCL|ASCEND|ACL|ACLNN|NPU|P2P_HCCL|PYTORCH_NPU|TASK_QUEUE|CPU_AFFINITY|MULTI_STREAM|STREAMS_PER|INF_NAN|COMBINED"
-    r"|NCCL|TORCH_NCCL|CUDA|PYTORCH_CUDA|GLOO|OMP|TORCH_DEVICE_BACKEND)_"
+    r"|TORCH_HCCL|PYTORCH|NCCL|TORCH_NCCL|CUDA|GLOO|OMP|TORCH_DEVICE_BACKEND)_"
 )
 """Variables of the environment that change how devices and collectives behave."""
 _PATH = re.compile(r"(?<![\w/.])(?:~|\.{0,2})/(?!/)[^\s'\"`,;()<>|\]]*")
