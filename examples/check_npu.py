@@ -100,6 +100,7 @@ class Checklist:
         self.patience = min(args.limit, _PATIENCE)
         self.report = Report(args.out, collect_facts(args.installed, context), args.chosen, {})
         self.console = make_console(self.ranks.rank)
+        self.began = 0.0
         self.watch = Watch(self.ranks, args.limit, self._give_up)
 
     def run(self) -> int:
@@ -125,7 +126,7 @@ class Checklist:
     def _run(self, row: Row) -> Result:
         if self.ranks.rank == 0:
             self.report.write(running=row.number)
-        start = time.monotonic()
+        start = self.began = time.monotonic()
         with self.watch.watching(row.number), self.ranks.row(row.number):
             mine = self._check(row, start)
             self.ranks.post(row.number, mine.as_json())
@@ -178,7 +179,7 @@ class Checklist:
     def _give_up(self, number: int, reason: str) -> None:
         """Ends the process while its main thread hangs in a row. Called by another thread."""
         row = next(row for row in self.report.rows if row.number == number)
-        mine = Result(FAILED, reason, {}, self.limit, is_stuck=True)
+        mine = Result(FAILED, reason, {}, time.monotonic() - self.began, is_stuck=True)
         self.ranks.post(number, mine.as_json(), watching=True)
         found = self.ranks.collect(number, self.patience, watching=True)
         found[self.ranks.rank] = mine.as_json()

@@ -20,7 +20,13 @@ from .outcome import Failed, Skipped
 
 
 _POLL_SECONDS = 0.002
+_MARGIN_SECONDS = 60.0
 _LONGEST_STORE_WAIT = timedelta(seconds=300)
+
+
+def _connect_again(store: Any) -> Any:
+    """The same store over a connection of its own, where this torch can."""
+    return store.clone() if hasattr(store, "clone") else store
 
 
 class Ranks:
@@ -42,9 +48,9 @@ class Ranks:
         self._watching: Any = None
         if self.size > 1:
             store, _, _ = next(dist.rendezvous("env://", timeout=_LONGEST_STORE_WAIT))
-            self._store = dist.PrefixStore("check_npu", store.clone())
-            # A connection of its own: whoever waits in another one holds its lock.
-            self._watching = dist.PrefixStore("check_npu", store.clone())
+            # Connections of their own: whoever waits in one holds its lock, be it a communicator that never opens.
+            self._store = dist.PrefixStore("check_npu", _connect_again(store))
+            self._watching = dist.PrefixStore("check_npu", _connect_again(store))
             self._torch_store = dist.PrefixStore("world", store)
 
     @contextmanager
@@ -135,7 +141,8 @@ class Ranks:
                 store=self._torch_store,
                 rank=self.rank,
                 world_size=self.size,
-                timeout=timedelta(seconds=seconds),
+                # Longer than a row may take: a backend that ends the process by itself would end the report too.
+                timeout=timedelta(seconds=seconds + _MARGIN_SECONDS),
             )
         except Exception as error:
             self._open_error = str(error).splitlines()[0]
