@@ -244,8 +244,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     if args.installed.import_error:
         return report_broken(args)
-    from npu_checks.context import make_context
-
+    try:
+        from npu_checks.context import make_context
+    except RuntimeError as error:  # torch_npu is installed, another device is asked for, and diffusers loads both
+        print(f"check_npu.py: error: {error}", file=sys.stderr)
+        return 2
     context = make_context(args)
     checklist = Checklist(args, context)
     code = checklist.run()
