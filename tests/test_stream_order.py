@@ -163,7 +163,7 @@ def _with_residents(rank: int, size: int, fraction: float, gather: str, drops: s
     return wrong
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", (pytest.param(2, marks=pytest.mark.slow), 3))
 @pytest.mark.parametrize("gather", ("collective", "pull"))
 @pytest.mark.parametrize("fraction", BUDGETS.values(), ids=BUDGETS)
 def test_right_where_a_part_stays(fraction: float, gather: str, size: int) -> None:
