@@ -1,5 +1,5 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
-"""Real ranks for tests: processes joined by gloo, forked from a server that has imported torch once."""
+"""Real ranks for tests: processes joined by gloo, forked from a server that has imported all they need once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "diffusers_dlo", "tests.zoo", "tests.toys"])
+_context.set_forkserver_preload(["tests.rank_server"])
 
 
 def run_ranks(
@@ -26,15 +26,15 @@ def run_ranks(
     *args: Any,
     timeout: float = 120.0,
     expect_death: tuple[int, ...] = (),
-    backend: str = "gloo",
+    backend: str | None = "gloo",
 ) -> list[Any]:
     """
     Runs `work(rank, size, *args)`, a top-level function, on `size` ranks and returns what each returned. Fails with
     the traceback of the first rank that raised, or by name if ranks do not end in time. Ranks in `expect_death` may be
-    killed.
+    killed. Without a backend they are no ranks: processes that know nothing of each other.
     """
     # A process that has asked for devices cannot hand them to forked children.
-    context = _context if backend == "gloo" else multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn") if backend == "nccl" else _context
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
@@ -78,11 +78,16 @@ def run_ranks(
 
 
 def _rank_main(
-    rank: int, size: int, store: str, backend: str, pipe: Any, work: Callable[..., Any], args: tuple
+    rank: int, size: int, store: str, backend: str | None, pipe: Any, work: Callable[..., Any], args: tuple
 ) -> None:
-    os.environ.update(
-        GLOO_SOCKET_IFNAME="lo", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size)
-    )
+    if backend is not None:
+        os.environ.update(
+            GLOO_SOCKET_IFNAME="lo",
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(size),
+            LOCAL_WORLD_SIZE=str(size),
+        )
     import torch
     import torch.distributed as dist
 
@@ -91,9 +96,10 @@ def _rank_main(
     try:
         if backend == "nccl":
             torch.cuda.set_device(rank)
-        dist.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-        )
+        if backend is not None:
+            dist.init_process_group(
+                backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+            )
         value = (True, work(rank, size, *args))
     except BaseException:
         value = (False, traceback.format_exc())

@@ -5,12 +5,9 @@ not used before they are done, and that nothing stays behind.
 """
 
 import copy
-import json
 import os
 import pickle
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -43,6 +40,7 @@ from diffusers_dlo.casts import cast, pending_casts, run_dtype, set_pending_cast
 from diffusers_dlo.checkpoint.loading import mapped_loading
 from diffusers_dlo.checkpoint.mapped import locate_tensors
 from tests import zoo
+from tests.ranks import run_ranks
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -655,23 +653,18 @@ def test_other_threads_load_as_ever(tmp_path: Path) -> None:
         check(model, expected, stored)
 
 
-MEMORY = """
-    import json, sys
-    import torch
-    from diffusers import WanTransformer3DModel
-    from diffusers_dlo.checkpoint.loading import mapped_loading
+def _anonymous() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
-    def anonymous():
-        return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
 
-    small, large = sys.argv[1:]
+def _memory(rank: int, size: int, small: str, large: str) -> tuple[int, int]:
     with mapped_loading():
-        WanTransformer3DModel.from_pretrained(small, dtype=torch.bfloat16)
-        before = anonymous()
-        model = WanTransformer3DModel.from_pretrained(large, dtype=torch.bfloat16)
-        mapped = anonymous() - before
-    print(json.dumps({"mapped": mapped, "parameters": sum(p.numel() for p in model.parameters())}))
-"""
+        WanTransformer3DModel.from_pretrained(small, dtype=BF16)
+        before = _anonymous()
+        model = WanTransformer3DModel.from_pretrained(large, dtype=BF16)
+        mapped = _anonymous() - before
+    return mapped, sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_memory(tmp_path: Path) -> None:
@@ -681,16 +674,9 @@ def test_memory(tmp_path: Path) -> None:
     model.to_empty(device="cpu").save_pretrained(tmp_path / "large", max_shard_size="100MB")
     nbytes = sum(file.stat().st_size for file in (tmp_path / "large").glob("*.safetensors"))
     assert nbytes > 200e6
-    output = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEMORY), small, str(tmp_path / "large")],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    result = json.loads(output.splitlines()[-1])
-    assert result["parameters"] * 4 > 200e6
-    assert result["mapped"] < 0.03 * nbytes
+    ((mapped, parameters),) = run_ranks(1, _memory, small, str(tmp_path / "large"), backend=None)
+    assert parameters * 4 > 200e6
+    assert mapped < 0.03 * nbytes
 
 
 def scale(model: nn.Module) -> None:

@@ -4,7 +4,7 @@
 import errno
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -70,14 +70,18 @@ def test_blocks_lie_in_the_order_in_which_they_stream(tmp_path: Path) -> None:
     assert [int(key.split(".")[1]) for _, key in large] == list(range(12))
 
 
-def test_a_pipeline(tmp_path: Path) -> None:
+def test_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command as `python -m` runs it."""
     tiny_checkpoints.build_tiny_wan(tmp_path / "in")
-    command = [sys.executable, "-m", "diffusers_dlo.cli", "pack", "in", "out"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["diffusers-dlo", "pack", "in", "out"])
+    monkeypatch.delitem(sys.modules, "diffusers_dlo.cli")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("diffusers_dlo.cli", run_name="__main__")
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0, err
     # Also the text encoder, where transformers keeps so much of it in fp32 that it is larger than a block.
-    assert len([line for line in done.stdout.splitlines() if ".safetensors: " in line]) in (2, 3)
+    assert len([line for line in out.splitlines() if ".safetensors: " in line]) in (2, 3)
     expected = WanPipeline.from_pretrained(tmp_path / "in", dtype=BF16)
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "out", dtype=BF16)
     assert type(pipe) is WanPipeline

@@ -135,7 +135,7 @@ def _with_residents(rank: int, size: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(got, expected)), (seed, fraction, gather)
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", (pytest.param(2, marks=pytest.mark.slow), 3))
 def test_right_where_a_part_stays(size: int) -> None:
     run_ranks(size, _with_residents)
 

@@ -300,11 +300,13 @@ def returns_from_a_child(rank: int, size: int) -> None:
 
 
 SCRIPT = """
-import atexit, os, signal, sys, threading, time
+import atexit, gc, os, signal, sys, threading, time
+gc.disable()  # while everything is imported
 import torch, torch.distributed as dist
 from diffusers_dlo import apply_distributed_layerwise_offload
 from diffusers_dlo.distributed.control import ControlMesh
 from tests.toys import Stack, feed, toy
+gc.enable()
 
 def work(how):
     rank = int(os.environ["RANK"])
@@ -342,6 +344,7 @@ if "RANK" in os.environ:
     work(sys.argv[1])
     sys.exit()
 torch.set_num_threads(1)
+gc.freeze()  # no rank looks for garbage in what it has from here
 pids = {how: [] for how in sys.argv[2:]}
 for how in pids:
     for rank in range(2):

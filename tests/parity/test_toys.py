@@ -118,7 +118,7 @@ def _on_ranks(rank: int, size: int) -> int:
     return done
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", (pytest.param(2, marks=pytest.mark.slow), 3))
 def test_on_ranks(size: int) -> None:
     assert run_ranks(size, _on_ranks) == [4 * (len(CASES) + len(ORDERS) + 1)] * size
 
