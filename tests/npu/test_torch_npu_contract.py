@@ -13,11 +13,13 @@ import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import accelerate
 import diffusers
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers.utils.torch_utils import TorchDeviceBackend
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -189,27 +191,27 @@ def test_the_torch_it_wants_can_be_told_before_it_is_imported(wheel: Wheel) -> N
 
 
 def test_its_backend_gathers_bytes_with_our_timeout(wheel: Wheel) -> None:
-    on_npu: Any = object.__new__(npu_platform())  # the constructor would ask the device
-    on_npu.device = SimpleNamespace(type="npu", index=0)
     registered = {}
     for call in calls(wheel, "register_backend(", "Backend.register_backend"):
         registered[ast.literal_eval(call.args[0])] = {key.arg: ast.unparse(key.value) for key in call.keywords}
-    assert on_npu.backend in registered, f"torch_npu {wheel.release} registers {list(registered)}"
-    assert registered[on_npu.backend] == {"extended_api": "True", "devices": "['npu']"}, f"torch_npu {wheel.release}"
-    # Where nobody names a backend, torch takes the device's first.
-    assert next(iter(registered)) == on_npu.backend, f"torch_npu {wheel.release}"
+    # Torch takes the one that is registered first, and so does the platform.
+    name = next(iter(registered))
+    assert name == "hccl", f"torch_npu {wheel.release} registers {list(registered)}"
+    assert registered[name] == {"extended_api": "True", "devices": "['npu']"}, f"torch_npu {wheel.release}"
+    on_npu: Any = object.__new__(npu_platform())  # the constructor would ask the device
+    on_npu.device = SimpleNamespace(type="npu", index=0)
+    with patch.dict(dist.Backend.default_device_backend_map, npu=name):
+        assert on_npu.backend == name
 
-    texts = [ast.unparse(tree) for tree in wheel.trees_with(f'"{on_npu.backend}"')]
+    texts = [ast.unparse(tree) for tree in wheel.trees_with(f'"{name}"')]
     assert any("pg_options._timeout = dist_backend_opts.timeout" in text for text in texts), (
         f"torch_npu {wheel.release}: the 'timeout' of new_group does not reach the backend"
     )
-    group = f"ProcessGroup{on_npu.backend.upper()}"
+    group = f"ProcessGroup{name.upper()}"
     check_overrides(wheel, f"{HEADERS}distributed/{group}.hpp", "_allgather_base", "getBackendName")
     described = wheel.text("third_party/hccl/inc/hccl/hccl.h").partition("extern HcclResult HcclAllGather(")[0]
     assert "uint8" in described.rpartition("/**")[2], f"torch_npu {wheel.release}: 'HcclAllGather' of uint8"
-    missing = wheel.strings_missing(
-        "/libtorch_npu.so", ["at::kByte/at::kBool", f"ProcessGroup{on_npu.backend.upper()}"]
-    )
+    missing = wheel.strings_missing("/libtorch_npu.so", ["at::kByte/at::kBool", group])
     assert not missing, f"torch_npu {wheel.release}: the library does not know {missing}"
 
 
