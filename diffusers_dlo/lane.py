@@ -16,7 +16,8 @@ computes, and fetching. Must not decide what is fetched next, nor touch modules:
     some devices a wait costs more than a gather. A block that stays whole has a slot of its own, which is fetched into
     once.
 
-    Fetches go by running number, and one is issued only when the *next different* block has been acquired: by then the
+    Fetches go by running number, and one is issued only when the *next different* block has been acquired (or, where
+    the host takes part in copies, when that has been released: [Note: Pinned ring]): by then the
     release before it is in stream order, and a block that is called twice in a row costs nothing. A slot is held, not
     a block, and a held slot is never taken. What a slot holds is read off its stamp, so an exception, a skipped block
     or an odd count cannot make a stale slot look right.
@@ -202,7 +203,8 @@ class Lane:
 
     def acquire(self, block: Unit, caller: Caller | None = None) -> None:
         """
-        Makes a block's tensors readable on the current stream, and fetches ahead. `caller` is the call that needs it.
+        Makes a block's tensors readable on the current stream, and fetches ahead, unless that is done late. `caller`
+        is the call that needs it.
         """
         if block.slot is not None:
             block.holds += 1
@@ -215,7 +217,8 @@ class Lane:
         block.slot, block.holds = slot, 1
         try:
             self._settle(slot)
-            self._fetch_ahead(component, block)
+            if not self._fetches_late(block):
+                self._fetch_ahead(component, block)
             if not slot.used or slot.stream != self.platform.current_stream:
                 self.transfers.wait(block, slot.fence)
             slot.used = True
@@ -231,6 +234,8 @@ class Lane:
         block.holds -= 1
         if block.holds == 0:
             self._let_go([block])
+            if self._fetches_late(block):
+                self._fetch_ahead(self.components[block.component], block)
 
     def leave(self, component: Component, complete: bool) -> None:
         """A forward of the component has ended, or raised."""
@@ -277,6 +282,10 @@ class Lane:
     def _fetch_ahead(self, component: Component, block: Unit) -> None:
         """Fetches what comes after `block` into the slots that are free for it."""
         raise NotImplementedError
+
+    def _fetches_late(self, block: Unit) -> bool:
+        """Whether what comes after a block is fetched behind its computing, since the host is busy with it."""
+        return False
 
     def _fetch_first(self, component: Component) -> None:
         """A forward is complete and no slot is in use: begins with what the next one needs first."""

@@ -53,6 +53,9 @@ class LocalLane(Lane):
                     return
                 self._fetch(expected)
 
+    def _fetches_late(self, block: Unit) -> bool:
+        return self.transfers.needs_host(block)
+
     def enter(self, component: Component) -> None:
         component.store.check()
         super().enter(component)

@@ -67,6 +67,10 @@ class Transfers:
             self._pinned.close()
             self._pinned = None
 
+    def needs_host(self, unit: Unit) -> bool:
+        """Whether the host itself takes part in the copies of a unit."""
+        return self._pinned is not None and not unit.store.is_page_locked
+
     # What is queued
 
     def copy(
@@ -81,7 +85,7 @@ class Transfers:
         """
         Queues `copies`, of a block's host memory, behind the events `after`; then its realignments, and then `record`.
         """
-        if self._pinned is not None and not unit.store.is_page_locked and copies:
+        if self._pinned is not None and self.needs_host(unit) and copies:
             self._copy_through(self._pinned, unit, stream, copies, after, record, realigned)
             return
 

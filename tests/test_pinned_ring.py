@@ -51,6 +51,7 @@ SEVEN = (24, 40, 8, 24, 16, 32, 24)
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_ring, "MOST_NBYTES", CHUNK)
+    monkeypatch.setattr(pinned_ring, "_PART_NBYTES", CHUNK // 4)  # each thread's, and one more
 
 
 class Linked(Platform):
@@ -117,6 +118,45 @@ def count_wrong(platform: Unregistering, rank: int = 0, widths: Sequence[int] = 
 
 
 # ------------------------------------------------------------------------------------------------------- the ring
+
+
+def test_the_host_copies_with_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers give a rank one thread to compute with, and one copies a fraction of what a link brings."""
+    monkeypatch.setattr(pinned_ring, "_num_processors", lambda: 3)
+    before = threading.active_count()
+    ring = PinnedRing(Linked(), 5 * CHUNK)
+    source = torch.randint(0, 256, (4 * CHUNK + 7,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    for piece in ring.pieces(((target, source),), lambda event: None):
+        piece.queue()
+    assert torch.equal(target, source)
+    assert threading.active_count() - before == 3
+    ring.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("locks", (False, True), ids=("through buffers", "page-locked"))
+def test_computing_begins_before_the_host_copies(locks: bool) -> None:
+    """What comes next is fetched behind a block where that keeps the host, and before it elsewhere."""
+    noted: list[int | str] = []
+
+    class Noting(Linked):
+        def submit(self, *arguments: Any, **options: Any) -> None:
+            if noted[-1:] != ["copy"]:
+                noted.append("copy")
+            super().submit(*arguments, **options)
+
+    model, reference = toy(toys.Stack, 5), toy(toys.Stack, 5)
+    for index, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *_, index=index: noted.append(index))
+    handle = enable(model, Noting(locks), transfer="local")
+    with torch.no_grad():
+        assert torch.equal(model(feed(0)), reference(feed(0)))
+        noted.clear()
+        assert torch.equal(model(feed(1)), reference(feed(1)))
+    handle.remove()
+    steady = [0, "copy", 1, "copy", 2, "copy", 3, "copy", 4, "copy"]
+    assert noted == (steady if locks else [0, *steady[2:]])
 
 
 @pytest.mark.parametrize("chunk", (1, 7, 1000, 4096))

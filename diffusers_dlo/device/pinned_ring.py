@@ -16,13 +16,19 @@ a stream, nor know whose memory it is.
     queues its gather too. A rank that is lost never will: where there are others, the wait looks at them, as every
     wait for them does (`CollectiveWait`).
 
+    The host copies with threads of its own: one alone is a fraction of a link, and launchers give each rank one thread
+    to compute with. What is fetched this way is fetched behind the computing of a block and not before it
+    (`Lane.release`), so that the device computes while the host copies.
+
     Every lane has a ring of its own, and so have the leaves. Whoever may fetch in a lane uses its ring, be it the
     service thread, and nobody else does at the same time.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +41,10 @@ BUFFERS = 3
 """One is written to while another is read, and one more evens out their pace."""
 MOST_NBYTES = 32 << 20
 """Of a buffer: long enough for a link's full rate, and a power of two, to which pinned allocators round up."""
+_MOST_THREADS = 8
+"""That copy on the host."""
+_PART_NBYTES = 1 << 20
+"""What is not worth more threads."""
 
 
 @dataclass
@@ -74,6 +84,8 @@ class PinnedRing:
             memories = [platform.pinned_empty(self.buffer_nbytes) for _ in range(BUFFERS)]
         self._buffers = [_Buffer(memory, platform.new_event()) for memory in memories]
         self._turn = 0
+        self._num_threads = min(_MOST_THREADS, _num_processors(), -(-self.buffer_nbytes // _PART_NBYTES))
+        self._threads = ThreadPoolExecutor(self._num_threads, "diffusers_dlo copying")
 
     @property
     def nbytes(self) -> int:
@@ -96,11 +108,25 @@ class PinnedRing:
                 self._turn += 1
                 wait(buffer.copied)
                 filled = buffer.memory[: chunk.numel()]
-                filled.copy_(chunk)
+                self._copy(filled, chunk)
                 yield Piece(target[start : start + chunk.numel()], filled, buffer.copied)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On the host, by all threads; memory that the device reads afterwards."""
+        part = max(-(-target.numel() // self._num_threads), _PART_NBYTES)
+        if part >= target.numel():
+            target.copy_(source)
+            return
+        list(self._threads.map(torch.Tensor.copy_, target.split(part), source.split(part)))
 
     def close(self) -> None:
         """Waits for all copies from the buffers and gives them back. Idempotent."""
+        self._threads.shutdown()
         while self._buffers:
             self._platform.wait_on_host(self._buffers[-1].copied)
             self._buffers.pop()
+
+
+def _num_processors() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
