@@ -6,12 +6,16 @@ their order and comments, which writing YAML anew would lose. Must not know of f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+
+_EMPTY_BLOCK = re.compile(r"\s*---\r?\n(?=---[ \t]*(?:\r?\n|\Z))")
 
 
 def add_metadata(card: str, tags: Sequence[str], library: str, newline: str) -> str:
@@ -27,6 +31,9 @@ def add_metadata(card: str, tags: Sequence[str], library: str, newline: str) -> 
     Raises:
         `ValueError`: the metadata is damaged, or of a form into which nothing can be inserted.
     """
+    empty = _EMPTY_BLOCK.match(card)
+    if empty is not None:  # the Hub's expression finds none, or with CRLF one between the two characters
+        return f"{empty[0]}{_add_to_yaml('', tags, library, newline)}{newline}{card[empty.end() :]}"
     match = REGEX_YAML_BLOCK.search(card)  # what the Hub takes for metadata
     if match is None:
         if card.lstrip().startswith("---"):
@@ -50,6 +57,8 @@ def _add_to_yaml(block: str, tags: Sequence[str], library: str, newline: str) ->
     if not isinstance(before, dict):
         raise ValueError("The metadata of the card is not a mapping of names to values. Mend it.")
     listed = before.get("tags")
+    if not isinstance(listed, (list, str, type(None))):
+        raise ValueError(f"The tags of the card are no list of names, but {listed!r}. Mend them.")
     listed = [] if listed is None else listed if isinstance(listed, list) else [listed]
     missing = [tag for tag in tags if tag not in listed]
     wanted = {**before, "tags": [*listed, *missing]} if missing else dict(before)

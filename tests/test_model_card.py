@@ -6,6 +6,7 @@
 import errno
 import json
 import os
+import random
 import re
 import shutil
 import sys
@@ -217,6 +218,13 @@ METADATA = {
 }  # fmt: skip
 
 
+def test_metadata_without_a_line_gets_some() -> None:
+    for newline in ("\n", "\r\n"):
+        before, after = (text.replace("\n", newline) for text in ("---\n---\n# T", "---\n%s\n---\n# T"))
+        inserted = METADATA["nothing"][1].replace("\n", newline)
+        assert add_metadata(before, ("diffusers", "dlo"), "diffusers", newline) == after % inserted
+
+
 @pytest.mark.parametrize("name", METADATA)
 def test_tags_are_inserted(name: str) -> None:
     before, after = METADATA[name]
@@ -232,15 +240,41 @@ def test_tags_are_inserted(name: str) -> None:
         ("{license: mit}", "nothing can be inserted. Give it these by hand"),
         ("x: &t [a]\ntags: *t", "tags: [a, diffusers, dlo], library_name: diffusers"),
         ("tags: a, b", "tags: [a, b, diffusers, dlo]"),
+        ("tags: {a: b}", "no list of names, but {'a': 'b'}"),
         ("tags: [a", "is not YAML"),
         ("- a\n- b", "is not a mapping"),
         ("date: 2026-02-31", "is not YAML"),
     ),
-    ids=("flow", "alias", "commas", "open", "list", "date"),
+    ids=("flow", "alias", "commas", "mapping", "open", "list", "date"),
 )
 def test_other_metadata_is_refused(block: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         add_metadata(f"---\n{block}\n---\n", ("diffusers", "dlo"), "diffusers", "\n")
+
+
+def test_whatever_is_accepted_stays() -> None:
+    """Random metadata: with what was inserted taken out again, the card is the one before."""
+    draw = random.Random(0)
+    texts = ["mit", "'it''s'", "2024-01-01", "é", "# c", "", "|\n  text", ">-\n  a\n\n  b"]
+    lists = ["[a, b]", "[]", "&a [u]", "{a: 1}", "\n- x\n- y # c", "\n    - 'y z'", "\n  n:\n  - k: v\n    w: [1]"]
+    values = texts + lists
+    accepted = 0
+    for _ in range(300):
+        keys = draw.sample(["license", "x", "tags", "library_name", "language", "# c"], draw.randint(0, 5))
+        lines = "".join(f"{key}: {draw.choice(values)}\n" for key in keys)
+        newline = draw.choice(("\n", "\r\n"))
+        before = f"---\n{lines}---\n{draw.choice(('', '# T', '---'))}".replace("\n", newline)
+        try:
+            after = add_metadata(before, ("diffusers", "dlo"), "diffusers", newline)
+        except ValueError:
+            continue
+        accepted += 1
+        rest = iter(after)
+        assert all(character in rest for character in before), (before, after)
+        assert newline == "\n" or "\n" not in after.replace(newline, "")
+        assert add_metadata(after, ("diffusers", "dlo"), "diffusers", newline) == after
+        assert ModelCard(after).data.tags[-1] == "dlo"
+    assert accepted > 200
 
 
 # Refusals: the card is what it was
