@@ -38,7 +38,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Assumed:
-    """What the predictions rest on; rates in bytes per second."""
+    """What the predictions rest on; rates in bytes per second, memory 0 where none was given."""
 
     h2d: float
     gather: float
@@ -46,6 +46,7 @@ class _Assumed:
     text_tokens: int
     tflops: float
     is_estimate: bool
+    device_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class CardFigures:
                 text_tokens=_whole(assumed["text_tokens"]),
                 tflops=_positive(assumed["tflops"]),
                 is_estimate=assumed["compute"] == "estimate",
+                device_nbytes=_whole(values["device_bytes"] or 0),
             ),
         )
 
@@ -141,11 +143,12 @@ def _table(rows: Sequence[_Row]) -> list[str]:
 
 def _explanation(assumed: _Assumed) -> str:
     computing = f"an estimate at {assumed.tflops:g} TFLOP/s" if assumed.is_estimate else "as it was measured before"
+    given = f"Planned for devices with {format_bytes(assumed.device_nbytes)} each. " if assumed.device_nbytes else ""
     return (
         "Predicted by `diffusers-dlo plan`, and not measured. Assumed link rates: "
         f"{assumed.h2d / 1e9:g} GB/s from the host to each device, {assumed.gather / 1e9:g} GB/s between devices.\n"
         f"Computing is {computing}, for {assumed.tokens:,} tokens of the image or video and {assumed.text_tokens:,} "
-        "of the text.\nDevice memory is with an estimate of activations, and without decoding."
+        f"of the text.\n{given}Device memory is with an estimate of activations, and without decoding."
     )
 
 

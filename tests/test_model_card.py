@@ -93,7 +93,7 @@ def test_a_checkpoint_without_a_card_gets_one(wan: Path, capsys: pytest.CaptureF
     assert [row[0] for row in expected] == ["1", "2", "4", "8"] and [row[:4] for row in table_of(text)] == expected
     assert all(float(row[4].removesuffix(" ms")) > 0 for row in table_of(text))
     assert "not measured" in text and "55 GB/s from the host to each device, 270 GB/s between devices" in text
-    assert "4,096 tokens" in text and "500 TFLOP/s" in text
+    assert "4,096 tokens" in text and "500 TFLOP/s" in text and "Planned for" not in text
     assert not [name for name in os.listdir(wan) if name.startswith(".")]
     assert (wan / "README.md").stat().st_mode & 0o777 == 0o644
 
@@ -133,7 +133,8 @@ def test_figures_of_a_plan(wan: Path, checkpoints: Path) -> None:
     (wan.parent / "plan.json").write_text(json.dumps(plan))
     text = card(wan, "--plan", wan.parent / "plan.json").decode()
     assert all(row[2] == '`"3MiB"`' and row[5] == "250 ms" for row in table_of(text) if row[0] != "3")
-    assert "12.5 GB/s from the host" in text and "Computing is as it was measured before" in text
+    assert "12.5 GB/s from the host" in text and "Planned for devices with 64 MiB each." in text
+    assert "Computing is as it was measured before" in text
 
 
 def test_a_plan_of_chosen_components_or_another_dtype(wan: Path, tmp_path: Path) -> None:
