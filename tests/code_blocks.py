@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -53,15 +54,25 @@ def blocks_of(page: str) -> tuple[Block, ...]:
 def commands(page: str, program: str = "") -> list[list[str]]:
     """
     The commands in the bash blocks of a page that are run, split into words; those of one program where it is named
-    ("curl", or with its subcommand, "diffusers-dlo serve"). Continued lines are one command.
+    ("curl", or with its subcommand, "diffusers-dlo serve"). Continued lines are one command, and so are quoted ones.
     """
-    lines: list[list[str]] = []
-    for block in blocks_of(page):
-        if block.language == "bash" and not block.reason:
-            joined = block.text.replace("\\\n", " ").splitlines()
-            lines += [words for line in joined if (words := shlex.split(line, comments=True))]
+    blocks = [block for block in blocks_of(page) if block.language == "bash" and not block.reason]
     wanted = program.split()
-    return [words for words in lines if program_of(words)[: len(wanted)] == wanted]
+    return [words for block in blocks for words in _split(block.text) if program_of(words)[: len(wanted)] == wanted]
+
+
+def _split(text: str) -> Iterator[list[str]]:
+    pending = ""
+    for line in text.replace("\\\n", " ").splitlines():
+        pending += line + "\n"
+        try:
+            words = shlex.split(pending, comments=True)
+        except ValueError:  # a quotation goes on in the next line
+            continue
+        pending = ""
+        if words:
+            yield words
+    assert not pending, f"a quotation does not end: {pending}"
 
 
 def program_of(words: list[str]) -> list[str]:
