@@ -37,6 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     pack.set_defaults(run=_pack)
     _add_plan(commands)
+    card = commands.add_parser(
+        "card",
+        help="add to a checkpoint's model card how it is offloaded, and what it takes",
+        description="Adds tags, code and a table of predicted memory and time to the README.md of a checkpoint, or "
+        "renews them. Everything else in it stays as it is.",
+    )
+    card.add_argument("model", metavar="MODEL_DIR", help="directory of a pipeline or a model")
+    card.add_argument("--plan", metavar="FILE", help="show the figures of this file, which plan --json has written")
+    card.add_argument("--name", metavar="NAME", help="what the code loads (default: the directory's name)")
+    card.add_argument("--dry-run", action="store_true", help="print the new card, and write nothing")
+    card.set_defaults(run=_card)
     options = parser.parse_args(arguments)
     try:
         options.run(options)
@@ -90,8 +101,9 @@ def _plan(options: argparse.Namespace) -> None:
     from .checkpoint_plan import plan_checkpoint, write_json, write_timeline
     from .config import DistributedLayerwiseOffloadConfig
     from .prediction import Machine, Work
-    from .prediction_page import code_to_paste, render_prediction
+    from .prediction_page import render_prediction
     from .simulation import Links
+    from .usage_code import code_to_paste
 
     links = Links(h2d=options.h2d * 1e9, gather=options.gather * 1e9, gather_slowdown=options.gather_slowdown)
     compute = None if options.compute is None else options.compute / 1e3
@@ -114,6 +126,19 @@ def _plan(options: argparse.Namespace) -> None:
     if prediction.shortfalls:
         raise ValueError("\n".join(prediction.shortfalls))
     print(f"\nRecommended:\n\n{code_to_paste(outline, prediction)}", end="")
+
+
+def _card(options: argparse.Namespace) -> None:
+    from .model_card import renew_card
+
+    card = renew_card(options.model, options.plan, options.name)
+    if options.dry_run:
+        sys.stdout.write(card.text)
+    elif card.is_changed:
+        card.write()
+        print(f"'{card.path}' is written.")
+    else:
+        print(f"'{card.path}' is up to date; nothing is written.")
 
 
 def _number(text: str) -> int:

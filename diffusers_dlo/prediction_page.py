@@ -1,17 +1,16 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns how a prediction looks: tables for a terminal, the settings as code to paste, values for a JSON file, a picture.
-Must not compute what it shows.
+Owns how a prediction looks: tables for a terminal, values for a JSON file, a picture. Must not compute what it shows.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .byte_size import format_bytes
 from .tables import render_plan, render_table
+from .usage_code import code_to_paste
 
 
 if TYPE_CHECKING:
@@ -71,9 +70,9 @@ def _render_options(prediction: Prediction) -> str:
             str(option.plan.num_slots),
             _amount(option.budget, "-"),
             format_bytes(option.memory.total),
-            _milliseconds(option.seconds),
+            format_milliseconds(option.seconds),
             f"{option.seconds / option.limit_seconds:.2f}",
-            _milliseconds(sum(f.simulation.exposed_seconds for f in option.denoisers) / len(option.denoisers)),
+            format_milliseconds(sum(f.simulation.exposed_seconds for f in option.denoisers) / len(option.denoisers)),
             f"{sum(f.simulation.link_idle for f in option.denoisers) / len(option.denoisers):.0%}",
             "recommended" if option is prediction.best else "" if option.fits else "does not fit",
         ]
@@ -86,7 +85,7 @@ def _render_options(prediction: Prediction) -> str:
 
 def _render_encoders(option: Option) -> list[str]:
     encoders = [forward for forward in option.forwards if forward.is_encoder]
-    return [f"{one.component}: {_milliseconds(one.seconds)} ms for one prompt, local" for one in encoders]
+    return [f"{one.component}: {format_milliseconds(one.seconds)} ms for one prompt, local" for one in encoders]
 
 
 def _render_assumptions(prediction: Prediction, option: Option) -> str:
@@ -98,7 +97,7 @@ def _render_assumptions(prediction: Prediction, option: Option) -> str:
         source = "as given"
     lines = [
         f"assumed:  {links.h2d / 1e9:g} GB/s from the host to each device, {links.gather / 1e9:g} between devices",
-        f"          {_milliseconds(compute)} ms of computing ({source})",
+        f"          {format_milliseconds(compute)} ms of computing ({source})",
         "to limit: the time divided by the larger of computing and copying, each alone",
     ]
     if any(one.gather == "pull" for one in prediction.options):
@@ -115,7 +114,7 @@ def _render_scaling(prediction: Prediction) -> str:
             f"{scale.hosts} x {scale.option.plan.group_size}",
             scale.option.transfer + (" (pull)" if scale.option.gather == "pull" else ""),
             _amount(scale.option.budget, "-"),
-            _milliseconds(scale.option.seconds),
+            format_milliseconds(scale.option.seconds),
             f"{scale.devices / scale.option.seconds:,.1f}" if scale.option.seconds else "-",
             format_bytes(scale.option.host_nbytes),
         ]
@@ -124,59 +123,6 @@ def _render_scaling(prediction: Prediction) -> str:
     columns = ["devices", "hosts x ranks", "transfer", "budget", "ms", "forwards/s in all", "each host"]
     title = "Other numbers of devices, simulated: each with its own link, none measured"
     return render_table(title, columns, rows)
-
-
-def code_to_paste(outline: Outline, prediction: Prediction) -> str:
-    """The recommended settings as a script; empty where something does not fit."""
-    option = prediction.best
-    if option is None or prediction.shortfalls:
-        return ""
-    settings = _settings(outline, option)
-    from_transformers = not outline.is_pipeline and outline.library == "transformers"
-    variable = "pipe" if outline.is_pipeline else "model"
-    load = f"{variable} = {outline.class_name}.from_pretrained({json.dumps(outline.model)}, dtype={outline.dtype})"
-    lines = [f"# torchrun --nproc_per_node {option.plan.group_size} script.py"] if option.plan.group_size > 1 else []
-    lines += [
-        "import torch",
-        f"from {outline.library} import {outline.class_name}",
-        "",
-        "import diffusers_dlo",
-        "",
-        "",
-    ]
-    if outline.cast_nbytes:
-        lines += ["with diffusers_dlo.mapped_loading():", f"    {load}"]
-    else:
-        lines.append(load)
-    if option.gather == "pull":
-        lines.append("# Where the devices can map each other's memory, shards that stay are pulled.")
-    if from_transformers:
-        arguments = ", ".join(["model", *settings])
-        lines.append(f"diffusers_dlo.apply_distributed_layerwise_offload({arguments})")
-    else:
-        lines.append(f"{variable}.enable_distributed_layerwise_offload({', '.join(settings)})")
-    return "\n".join(lines) + "\n"
-
-
-def _settings(outline: Outline, option: Option) -> list[str]:
-    """What differs from the defaults."""
-    settings = []
-    if option.transfer == "local" and option.plan.group_size > 1:
-        settings.append('transfer="local"')
-    if option.plan.num_slots != (3 if option.budget else 2):
-        settings.append(f"num_slots={option.plan.num_slots}")
-    if option.budget:
-        settings.append(f"device_budget={_written(option.budget)}")
-    if outline.chosen:
-        settings.append(f"components={json.dumps(outline.chosen)}")
-    return settings
-
-
-def _written(nbytes: int) -> str:
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if nbytes % factor == 0:
-            return f'"{nbytes // factor}{unit}"'
-    return str(nbytes)
 
 
 def as_values(outline: Outline, prediction: Prediction) -> dict[str, Any]:
@@ -291,5 +237,6 @@ def _amount(nbytes: int | None, missing: str = "not given") -> str:
     return missing if nbytes is None else format_bytes(nbytes)
 
 
-def _milliseconds(seconds: float) -> str:
+def format_milliseconds(seconds: float) -> str:
+    """`seconds` in milliseconds, three digits."""
     return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
