@@ -14,15 +14,18 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import hypothesis
 import imageio
 import imageio_ffmpeg
 import openai
 import pytest
+import schemathesis
 import torch
 from diffusers import Cosmos3OmniPipeline
 from PIL import Image
@@ -41,7 +44,8 @@ SMALL = {"prompt": "a red fox", "size": "64x64", "num_inference_steps": 2}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path_factory.mktemp("server") / "log", "--data-parallel-size", "2") as server:
+    limits = ("--max-size", "128", "--max-frames", "17", "--max-n", "2")
+    with ServerProcess(tmp_path_factory.mktemp("server") / "log", "--data-parallel-size", "2", *limits) as server:
         yield server
 
 
@@ -82,6 +86,7 @@ def test_the_openai_client_makes_pictures(server: ServerProcess, solo: Solo) -> 
         client.images.generate(prompt="a red fox", model="dall-e-3")
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_lines_of_the_readme_give_a_picture_and_a_video(server: ServerProcess, tmp_path: pathlib.Path) -> None:
     section = (ROOT / "README.md").read_text().split("## Serve\n")[1].split("\n## ")[0]
     lines = "\n".join(block for block in re.findall(r"```bash\n(.*?)```", section, re.DOTALL) if "curl" in block)
@@ -250,6 +255,34 @@ def test_a_lost_rank_fails_its_own_request_and_all_are_started_anew(server: Serv
         assert answer.status_code == 200, answer.text
         assert base64.b64decode(answer.json()["data"][0]["b64_json"]) == solo(5, num_inference_steps=steps)
     assert server.get("/ready").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", (IMAGES, "/v1/videos/sync"), ids=("picture", "video"))
+def test_no_request_is_an_error_of_the_server_or_costs_it_a_rank(path: str, server: ServerProcess) -> None:
+    pids = server.worker_pids()
+    schema = schemathesis.openapi.from_url(f"{server.address}/openapi.json")
+    answers: Counter[int] = Counter()
+
+    @hypothesis.settings(
+        max_examples=60, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
+    @hypothesis.seed(0)
+    @hypothesis.given(case=schema[path]["POST"].as_strategy())
+    def fuzz(case: Any) -> None:
+        if isinstance(case.body, dict):
+            # What the limits would refuse is the other test's: these are to reach the model.
+            case.body = {**case.body, "num_inference_steps": 1, "timeout": 20}
+            for name in ("model", "extra_params", "seconds"):
+                case.body.pop(name, None)
+        response = case.call()
+        assert response.status_code in (200, 400, 404, 504), response.text
+        answers[response.status_code] += 1
+
+    fuzz()
+    assert answers[200] and answers[400], answers
+    server.wait_for(lambda state: state["ready"])
+    assert server.worker_pids() == pids
 
 
 @pytest.mark.slow
