@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -308,6 +309,15 @@ def test_a_wave_is_of_equal_requests_and_begins_together(tmp_path: pathlib.Path,
             for answer, seed, steps in ((first, 5, 30), (second, 6, 30), (other, 7, 2)):
                 picture = base64.b64decode(answer.result().json()["data"][0]["b64_json"])
                 assert picture == solo(seed, num_inference_steps=steps)
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_its_reason(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "diffusers_dlo.cli", "serve", str(tmp_path / "nothing"), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
+    assert done.returncode == 1
+    error = done.stderr.split("diffusers-dlo: error: ")[1]
+    assert error.startswith("The ranks could not start, so nothing was served.") and str(tmp_path / "nothing") in error
 
 
 def test_a_signal_ends_everything_soon(server: ServerProcess) -> None:
