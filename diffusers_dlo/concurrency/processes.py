@@ -6,6 +6,7 @@ directory.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -88,11 +89,22 @@ class WorkerProcesses:
         """Queues a message. One to a worker that is gone is lost; who waits for its reply notices."""
         self._socket.send_multipart([identity(rank), data])
 
-    def receive(self, seconds: float) -> tuple[int | None, memoryview | None] | None:
+    def receive(self, seconds: float, wake: int = -1) -> tuple[int | None, memoryview | None] | None:
         """
-        The next message: its rank, None for a stranger, and its bytes, None if it is not one frame. None if none came.
+        The next message: its rank, None for a stranger, and its bytes, None if it is not one frame. None if none came;
+        sooner if another thread writes to the eventfd `wake`.
         """
-        if not self._socket.poll(math.ceil(seconds * 1000)):
+        if wake < 0:
+            came = self._socket.poll(math.ceil(seconds * 1000)) != 0
+        else:
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(wake, zmq.POLLIN)
+            ready = dict(poller.poll(math.ceil(seconds * 1000)))
+            if wake in ready:
+                os.eventfd_read(wake)
+            came = self._socket in ready
+        if not came:
             return None
         sender, *frames = self._socket.recv_multipart(copy=False)
         return self._ranks.get(sender.bytes), frames[0].buffer if len(frames) == 1 else None
@@ -128,16 +140,23 @@ class WorkerProcesses:
         self.closed = True
 
 
+def _is_about_no_signal(record: logging.LogRecord) -> bool:
+    return "signal handlers" not in record.getMessage()
+
+
 def _launch(folder: str, size: int, env: Mapping[str, str]) -> SubprocessContext:
     """
     Starts the workers through torch elastic's library. Not through its agent (`torchrun`), which ends all survivors
     when one rank dies.
     """
     handlers = {}
+    library = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     if threading.current_thread() is threading.main_thread():
         # The library takes over signals that belong to the application.
         taken = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
         handlers = {number: signal.getsignal(number) for number in taken}
+    else:
+        library.addFilter(_is_about_no_signal)  # it cannot take them over here, and warns of that
     try:
         launched = start_processes(
             name="worker",
@@ -149,6 +168,7 @@ def _launch(folder: str, size: int, env: Mapping[str, str]) -> SubprocessContext
             logs_specs=DefaultLogsSpecs(log_dir=os.path.join(folder, "logs")),
         )
     finally:
+        library.removeFilter(_is_about_no_signal)
         for number, handler in handlers.items():
             if handler is not None:
                 signal.signal(number, handler)
