@@ -34,6 +34,7 @@ from torch import nn
 
 import diffusers_dlo
 from diffusers_dlo.cli import main
+from diffusers_dlo.concurrency import WaveExecutor
 from tests import toys
 from tests.code_blocks import PAGES, ROOT, Block, blocks_of, commands, program_of
 from tests.ranks import run_ranks
@@ -52,6 +53,7 @@ WAN = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 2}
 # `code_blocks.py` too: a test file has to name the page, or the program and the page.
 PAGES_OF_OTHERS = ("docs/serve.md", "docs/deploy.md")
 PROGRAMS_OF_OTHERS = ("curl", "diffusers-dlo serve")
+SCRIPTS_OF_OTHERS = ("examples/check_npu.py",)
 
 
 # What stands in for what is large
@@ -160,7 +162,7 @@ PREAMBLES = {
 
 # Python blocks that other tests of this file run: by page, the words that tell them.
 ELSEWHERE = {
-    "docs/concurrency.md": ("WaveExecutor(", "class Rank:"),
+    "docs/concurrency.md": ("WaveExecutor(", "def build(", "conversation.tell(", "executor.submit("),
     "docs/ranks.md": ("init_device_mesh(",),
 }
 
@@ -252,7 +254,11 @@ def test_the_blocks_about_an_executor_run(tiny: Path, workplace: Path, monkeypat
               if words in block.text}  # fmt: skip
     (workplace / "my_package").mkdir()
     (workplace / "my_package" / "__init__.py").write_text("")
-    (workplace / "my_package" / "rank.py").write_text(blocks["class Rank:"].text)
+    rank = blocks["def build("].text
+    (workplace / "my_package" / "rank.py").write_text(rank)
+    telling = blocks["conversation.tell("].text.replace("class Rank:", "class Telling(Rank):")
+    build = "def build_telling(model):\n    return Telling(model)\n"
+    (workplace / "my_package" / "telling.py").write_text(f"{rank}\n\n{telling}\n\n{build}")
     monkeypatch.syspath_prepend(workplace)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(workplace), str(ROOT)]))
     request = {"height": 32, "width": 32, "num_inference_steps": 1}
@@ -261,6 +267,12 @@ def test_the_blocks_about_an_executor_run(tiny: Path, workplace: Path, monkeypat
     shapes = [np.asarray(names[name]).shape for name in ("first", "second", "third")]
     assert shapes == [(1, 32, 32, 3)] * 3
     assert not np.array_equal(names["first"], names["second"])
+    notes: list[Any] = []
+    target = "my_package.telling:build_telling"
+    with WaveExecutor(target, num_workers=2, args={"model": str(tiny / "flux")}) as executor:
+        names = {"executor": executor, "request": {"prompt": PROMPTS[0], **request}, "print": notes.append}
+        exec(code_of(blocks["executor.submit("], {}, tiny), names)
+    assert np.asarray(names["images"]).shape == (1, 32, 32, 3) and notes == [{"step": 1}]
 
 
 # Bash
@@ -328,6 +340,7 @@ def launch_lines() -> dict[str, list[str]]:
     lines: dict[str, list[str]] = {}
     for page in [page for page in PAGES if page not in PAGES_OF_OTHERS]:
         started = [words for words in commands(page) if program_of(words)[0] in LAUNCHERS]
+        started = [words for words in started if not set(words) & set(SCRIPTS_OF_OTHERS)]
         for number, words in enumerate(started):
             line = ["2" if word == "8" else word for word in program_of(words)]
             if line not in lines.values():
@@ -401,7 +414,7 @@ def test_every_block_is_run_or_marked() -> None:
         assert python == sorted(own + told, key=lambda block: block.line), f"{page} has no preamble"
         run += len(python) + len([block for block in blocks if block.language == "bash" and not block.reason])
         marked += [block for block in blocks if block.reason]
-    assert [block.page for block in marked] == ["README.md", "docs/benchmarks.md"]
+    assert [block.page for block in marked] == ["README.md", "docs/benchmarks.md", "docs/npu.md", "docs/npu.md"]
     assert all(len(block.reason) > 15 and block.language == "bash" for block in marked)
     assert run >= 30
 

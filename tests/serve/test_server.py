@@ -6,6 +6,7 @@ directly, and nobody's request harms another's.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import pathlib
 import re
@@ -33,6 +34,8 @@ from PIL import Image
 
 from diffusers_dlo.serve.demo import build_tiny_cosmos3
 from diffusers_dlo.serve.media import mp4, png
+from diffusers_dlo.serve.options import add_arguments, read_options
+from tests.code_blocks import blocks_of, commands, program_of
 
 from .process import ROOT, ServerProcess
 
@@ -89,14 +92,41 @@ def test_the_openai_client_makes_pictures(server: ServerProcess, solo: Solo) -> 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_lines_of_the_readme_give_a_picture_and_a_video(server: ServerProcess, tmp_path: pathlib.Path) -> None:
-    section = (ROOT / "README.md").read_text().split("## Serve\n")[1].split("\n## ")[0]
-    lines = "\n".join(block for block in re.findall(r"```bash\n(.*?)```", section, re.DOTALL) if "curl" in block)
-    lines = lines.replace("127.0.0.1:8000", server.address.removeprefix("http://"))
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", lines], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert len(commands("README.md", "curl")) == 2
+    run_block("README.md", "curl", server, tmp_path)
     with Image.open(tmp_path / "fox.png") as picture:
         assert (picture.format, picture.size) == ("PNG", (128, 128))
     check_video(tmp_path / "boat.mp4", 17, (128, 128))
+
+
+def run_block(page: str, words: str, server: ServerProcess, folder: pathlib.Path) -> None:
+    """Runs the bash blocks of a page that have these words in them, with the address of `server`."""
+    blocks = [block.text for block in blocks_of(page) if block.language == "bash" and words in block.text]
+    lines = "\n".join(blocks).replace("127.0.0.1:8000", server.address.removeprefix("http://"))
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", lines], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_blocks_of_the_page_run(server: ServerProcess, tmp_path: pathlib.Path) -> None:
+    run_block("docs/serve.md", "curl", server, tmp_path)
+    with Image.open(tmp_path / "fox.png") as picture:
+        assert picture.format == "PNG"
+    check_video(tmp_path / "boat.mp4", 17, (128, 128))
+    names: dict[str, Any] = {}
+    (python,) = [block.text for block in blocks_of("docs/serve.md") if block.language == "python"]
+    exec(python.replace("http://127.0.0.1:8000", server.address), names)
+    assert len(names["answer"].data) == 1
+
+
+@pytest.mark.parametrize("page", ("README.md", "docs/serve.md"))
+def test_the_commands_of_the_pages_are_understood(page: str) -> None:
+    started = commands(page, "diffusers-dlo serve")
+    assert started
+    for words in started:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        read_options(parser.parse_args(program_of(words)[2:]))
 
 
 def check_video(path: pathlib.Path, frames: int, size: tuple[int, int]) -> None:
