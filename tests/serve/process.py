@@ -23,22 +23,24 @@ _START_SECONDS = 150.0
 
 class ServerProcess:
     """
-    `diffusers-dlo serve --demo` at a free port of this machine.
+    `diffusers-dlo serve` at a free port of this machine.
 
     Args:
         log (`Path`): the file of what it prints.
         arguments (`str`): more of the command line.
+        model (`str`): what it serves.
     """
 
-    def __init__(self, log: pathlib.Path, *arguments: str) -> None:
+    def __init__(self, log: pathlib.Path, *arguments: str, model: str = "--demo") -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.log = log
         self.headers: dict[str, str] = {}
         self.address = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "diffusers_dlo.cli", "serve", "--demo", "--port", str(port), *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "diffusers_dlo.cli", "serve", model, "--port", str(port), *arguments]
+        paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         with open(log, "w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
