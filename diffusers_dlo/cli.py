@@ -14,6 +14,7 @@ import torch
 
 from ._version import __version__
 from .byte_size import format_bytes, parse_bytes
+from .serve.options import add_arguments, read_options
 
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     pack.set_defaults(run=_pack)
     _add_plan(commands)
+    _add_serve(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)
@@ -84,6 +86,26 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument("--json", metavar="FILE", help="write everything there too")
     plan.add_argument("--plot", metavar="FILE", help="draw the recommended forward there")
     plan.set_defaults(run=_plan)
+
+
+def _add_serve(commands: argparse._SubParsersAction) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve pictures and videos over HTTP, from ranks that share one copy of the weights",
+        description="Serves a pipeline over HTTP, in the form of OpenAI's interface, from ranks that share one copy "
+        "of the weights. Without MODEL it serves a tiny one with random weights, on the CPU.",
+    )
+    add_arguments(serve)
+    serve.set_defaults(run=_serve)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    read = read_options(options)
+    try:
+        from .serve.app import serve
+    except ModuleNotFoundError as error:
+        raise RuntimeError(f"The server needs '{error.name}'; run: pip install \"diffusers-dlo[serve]\"") from error
+    serve(read)
 
 
 def _plan(options: argparse.Namespace) -> None:

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from .messages import decode, encode
+from .calls import Call, Calls
+from .envelope import make_request, read_reply
 from .processes import WorkerProcesses, target_name
 from .wave import WaveError, WaveTimeoutError, WorkerError, describe_wave
-from .worker import MAX_MESSAGE
 
 
 _POLL_SECONDS = 0.05
@@ -41,7 +41,8 @@ class WaveExecutor:
     share weights. Workers are processes of this host that run the same Python, joined in one torch.distributed world,
     each with an accelerator where there is one. They end with this process.
 
-    One wave runs at a time: a second thread is refused, and so is a forked child.
+    One wave runs at a time: a second thread is refused, and so is a forked child. Ranks that do not need each other
+    are called by `submit`, each for itself.
 
     Args:
         target (`str` or `Callable`): "package.module:attribute", or a function or class that can be imported under its
@@ -53,6 +54,8 @@ class WaveExecutor:
         timeout (`float`, *optional*, defaults to 600.0): seconds a wave may last, unless it says otherwise.
         start_timeout (`float`, *optional*, defaults to 600.0): seconds until every worker has built its object.
         env (`Mapping[str, str]`, *optional*): environment variables for the workers, besides this process's.
+        give_up (`Callable[[], bool]`, *optional*): looked at while the workers start; once it is True, they are taken
+            down with a `RuntimeError`.
 
     Raises:
         `ValueError`: an argument is of no use; nothing has been started.
@@ -67,6 +70,7 @@ class WaveExecutor:
         timeout: float = 600.0,
         start_timeout: float = 600.0,
         env: Mapping[str, str] | None = None,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"'num_workers' is {num_workers}; at least one worker is needed.")
@@ -75,12 +79,15 @@ class WaveExecutor:
         self._owner = os.getpid()
         self._wave_id = 1
         self._wave = threading.Lock()
+        self._counting = threading.Lock()
         self._closing = False
+        self._give_up: Callable[[], bool] = give_up
         path = [os.path.abspath(entry) for entry in sys.path]
         built = {"target": target_name(target), "args": dict(args or {}), "path": path}
-        start = _request("start", 1, "", built, "'args'")
+        start = make_request("start", 1, "", built, "'args'")
         self._workers = WorkerProcesses(num_workers, env or {})
-        self._finalizer = weakref.finalize(self, self._workers.close, _SHUTDOWN_SECONDS)
+        self._calls = Calls(self._workers, self._wave)
+        self._finalizer = weakref.finalize(self, _take_down, self._calls, self._workers, _SHUTDOWN_SECONDS)
         try:
             deadline = time.monotonic() + start_timeout
             self._collect("The workers could not start", range(num_workers), 0, deadline, _SETTLE_SECONDS)
@@ -135,9 +142,37 @@ class WaveExecutor:
 
     def call(self, rank: int, method: str, payload: Any, deadline: float | None = None) -> Any:
         """A wave of `rank` alone, as `wave`: what `method(payload)` returned there."""
-        if rank not in range(self.num_workers):
-            raise ValueError(f"There is no rank {rank}: the workers are ranks 0 to {self.num_workers - 1}.")
+        self._check_rank(rank)
         return self._run(method, {rank: payload}, deadline)[rank]
+
+    def submit(self, rank: int, method: str, payload: Any, on_note: Callable[[Any], None] | None = None) -> Call:
+        r"""
+        Calls `method(payload)` on `rank` alone and returns at once. Other ranks can be called meanwhile, from any
+        thread, and each answers by itself; waves have to wait for the end of all such calls. A worker that dies fails
+        its own call and no other.
+
+        Args:
+            rank (`int`): which worker.
+            method (`str`): a public method of what `target` built.
+            payload (`Any`): its argument, of types that can be sent.
+            on_note (`Callable[[Any], None]`, *optional*): gets what the method says by `conversation.tell` before it
+                returns, in another thread; must neither raise nor wait.
+
+        Returns:
+            `Call`: with the future of the result, and `cancel()`. There is no deadline: who has waited long enough
+            cancels.
+
+        Raises:
+            `ValueError`: there is no such rank, or the payload cannot be sent.
+            `RuntimeError`: the executor is closed, a worker has ended, a wave is running, or the rank is busy.
+        """
+        self._check_owner()
+        self._check_rank(rank)
+        self._check_usable()
+        with self._counting:
+            wave_id = self._wave_id = self._wave_id + 1
+        request = make_request("call", wave_id, method, payload, f"the payload of rank {rank}", on_note is not None)
+        return self._calls.begin(rank, wave_id, f"call {wave_id} ('{method}')", request, on_note)
 
     def shutdown(self, timeout: float = _SHUTDOWN_SECONDS) -> None:
         """
@@ -147,7 +182,8 @@ class WaveExecutor:
         """
         self._check_owner()
         self._closing = True
-        # A socket is for one thread at a time. The other one looks at `_closing` at every poll.
+        self._calls.stop()
+        # See [Note: one thread for the socket]. A wave looks at `_closing` at every poll.
         acquired = self._wave.acquire(timeout=20 * _POLL_SECONDS)
         try:
             self._workers.close(timeout)
@@ -171,6 +207,10 @@ class WaveExecutor:
                 f"{os.getpid()}; make one there."
             )
 
+    def _check_rank(self, rank: int) -> None:
+        if rank not in range(self.num_workers):
+            raise ValueError(f"There is no rank {rank}: the workers are ranks 0 to {self.num_workers - 1}.")
+
     def _check_usable(self) -> None:
         if self._closing or self._workers.closed:
             raise RuntimeError("This WaveExecutor has been shut down; make a new one.")
@@ -187,15 +227,18 @@ class WaveExecutor:
         if not seconds > 0:
             raise ValueError(f"'deadline' is {seconds}; it has to be more than 0 seconds.")
         if not self._wave.acquire(blocking=False):
-            raise RuntimeError("Another wave is running in this WaveExecutor, and it runs one at a time.")
+            raise RuntimeError(
+                "Another wave is running in this WaveExecutor, or calls of single ranks are; it runs one at a time."
+            )
         try:
             self._check_usable()
-            wave_id = self._wave_id + 1
-            requests = {
-                rank: _request("call", wave_id, method, payload, f"the payload of rank {rank}")
-                for rank, payload in payloads.items()
-            }
-            self._wave_id = wave_id
+            with self._counting:
+                wave_id = self._wave_id + 1
+                requests = {
+                    rank: make_request("call", wave_id, method, payload, f"the payload of rank {rank}")
+                    for rank, payload in payloads.items()
+                }
+                self._wave_id = wave_id
             for rank, data in requests.items():
                 self._workers.send(rank, data)
             return self._collect(f"wave {wave_id} ('{method}')", requests, wave_id, time.monotonic() + seconds)
@@ -217,7 +260,7 @@ class WaveExecutor:
         errors: dict[int, WorkerError] = {}
         stale: Counter[str] = Counter()
         while waiting and (left := deadline - time.monotonic()) > 0:
-            if self._closing:
+            if self._closing or self._give_up():
                 raise RuntimeError(f"{what}: the WaveExecutor was shut down while replies were waited for.")
             received = self._workers.receive(min(left, _POLL_SECONDS))
             deaths = {rank: self._workers.death(rank) for rank in waiting} if received is None else {}
@@ -227,7 +270,7 @@ class WaveExecutor:
                 errors |= {rank: WorkerError("WorkerDied", death) for rank, death in deaths.items() if death}
             else:
                 rank, data = received
-                outcome = _read(data, wave_id)
+                outcome = read_reply(data, wave_id)
                 if rank is None or rank not in waiting or outcome is None:
                     stale["a stranger" if rank is None else f"rank {rank}"] += 1
                     if sum(stale.values()) > _MAX_STALE:
@@ -248,32 +291,6 @@ class WaveExecutor:
         return results
 
 
-def _request(kind: str, wave_id: int, method: str, payload: Any, what: str) -> bytes:
-    try:
-        data = encode({"kind": kind, "wave_id": wave_id, "method": method, "payload": payload})
-    except ValueError as error:
-        raise ValueError(f"{what} cannot be sent: {error}") from error
-    if len(data) > MAX_MESSAGE:
-        raise ValueError(f"{what} takes {len(data)} bytes, and a message {MAX_MESSAGE} at most. Send less.")
-    return data
-
-
-def _read(data: memoryview | None, wave_id: int) -> dict[str, Any] | WorkerError | None:
-    """A reply to `wave_id`, or what is wrong with it; None if it is one to an older wave."""
-    try:
-        if data is None:
-            raise ValueError("it is not one frame")
-        reply = decode(data)
-        if not isinstance(reply, dict) or type(reply.get("wave_id")) is not int:
-            raise ValueError("it has no 'wave_id'")
-        if reply["wave_id"] > wave_id:
-            raise ValueError(f"it answers wave {reply['wave_id']}, which has not been sent")
-        texts: list[Any] = [reply.get(key) for key in ("type", "message", "traceback")]
-        is_error = reply.get("ok") is False and all(isinstance(text, str) for text in texts)
-        if not is_error and not (reply.get("ok") is True and "value" in reply):
-            raise ValueError("it is neither a value nor an error")
-    except ValueError as error:
-        return WorkerError("MalformedReply", f"a reply could not be read: {error}")
-    if reply["wave_id"] < wave_id:
-        return None
-    return WorkerError(*texts) if is_error else reply
+def _take_down(calls: Calls, workers: WorkerProcesses, timeout: float) -> None:
+    calls.stop()
+    workers.close(timeout)

@@ -88,11 +88,22 @@ class WorkerProcesses:
         """Queues a message. One to a worker that is gone is lost; who waits for its reply notices."""
         self._socket.send_multipart([identity(rank), data])
 
-    def receive(self, seconds: float) -> tuple[int | None, memoryview | None] | None:
+    def receive(self, seconds: float, wake: int = -1) -> tuple[int | None, memoryview | None] | None:
         """
-        The next message: its rank, None for a stranger, and its bytes, None if it is not one frame. None if none came.
+        The next message: its rank, None for a stranger, and its bytes, None if it is not one frame. None if none came;
+        sooner if another thread writes to the eventfd `wake`.
         """
-        if not self._socket.poll(math.ceil(seconds * 1000)):
+        if wake < 0:
+            came = self._socket.poll(math.ceil(seconds * 1000)) != 0
+        else:
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(wake, zmq.POLLIN)
+            ready = dict(poller.poll(math.ceil(seconds * 1000)))
+            if wake in ready:
+                os.eventfd_read(wake)
+            came = self._socket in ready
+        if not came:
             return None
         sender, *frames = self._socket.recv_multipart(copy=False)
         return self._ranks.get(sender.bytes), frames[0].buffer if len(frames) == 1 else None

@@ -45,9 +45,10 @@ def check_arguments(pipe: Any, requests: Any, strict: Any, gather: Any) -> list[
     return [dict(request) for request in requests]
 
 
-def unequal(jobs: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the requests are not equally much to do, in full; None if they are."""
-    remedy = "or pass strict=False to accept mixed requests."
+def unequal(
+    jobs: Sequence[Mapping[str, Any]], remedy: str = "or pass strict=False to accept mixed requests."
+) -> str | None:
+    """Why the requests are not equally much to do, in full, with the `remedy` beside equality; None if they are."""
     bad = [index for index, job in enumerate(jobs) if type(job.get(_STEPS)) is not int]
     if bad:
         got = ", ".join(f"{repr(jobs[i][_STEPS]) if _STEPS in jobs[i] else 'nothing':.80} in {i}" for i in bad)

@@ -6,10 +6,12 @@ one request after the other. Must not outlive the process that started it, and m
 
 [Note: messages] A message is one dictionary, made by `messages.encode`; nothing that arrives is executed.
 
-- A request has `kind` ("start", "call" or "stop"), `wave_id`, `method` and `payload`. The first is "start", whose
-  payload says what to build; "stop" is the last and has nothing else.
+- A request has `kind` ("start" or "call"), `wave_id`, `method`, `payload` and `notes`. The first is "start", whose
+  payload says what to build. Two others have no reply: "stop" is the last and has nothing else, and "cancel" says
+  with a `wave_id` that nobody waits for the reply to it any more.
 - A reply has `wave_id`, `ok`, and either `value`, or `type`, `message` and `traceback`, all text. There is one for
-  each request but "stop", and one of wave 0 unasked: it says that the worker is there.
+  each request, and one of wave 0 unasked: it says that the worker is there.
+- A note has `wave_id` and `note`. It comes before the reply to a request that asks for `notes`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ import zmq
 from ..device.onload import default_device
 from ..device.platform import get_platform
 from ..distributed.group import stay_on_host
-from .messages import decode, encode
+from .conversation import Line, talking
+from .messages import encode
 
 
 MAX_MESSAGE = 1 << 32
@@ -127,6 +130,12 @@ def _reply(wave_id: int, work: Callable[[], Any]) -> bytes:
         return encode({"wave_id": wave_id, "ok": False, **told})
 
 
+def _end_now() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def _end_with_parent(parent: int, folder: str) -> None:
     """For a worker that is busy when its parent dies; an idle one sees it in its own loop."""
     while os.getppid() == parent:
@@ -140,6 +149,9 @@ def main(folder: str, rank: int, size: int, parent: int) -> None:
     """Serves the executor of process `parent` until it says stop or is gone."""
     # Ctrl-C is for the parent, which decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stopped = threading.Event()
+    # Registered first, so run last. Taking apart all that was imported lasts for seconds, and is of no use to anybody.
+    atexit.register(lambda: _end_now() if stopped.is_set() else None)
     threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
     stay_on_host()
     worker = Worker(folder, rank, size)
@@ -149,14 +161,17 @@ def main(folder: str, rank: int, size: int, parent: int) -> None:
         channel.setsockopt(zmq.IDENTITY, identity(rank))
         channel.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
         channel.connect(endpoint(folder))
-        channel.send(_reply(0, lambda: None))
+        line = Line(channel)
+        line.send(_reply(0, lambda: None))
         while os.getppid() == parent:
-            if channel.poll(int(_WATCH_SECONDS * 1000)):
-                request = decode(channel.recv(copy=False).buffer)
+            if (request := line.take(_WATCH_SECONDS)) is not None:
                 if request["kind"] == "stop":
+                    stopped.set()
                     break
-                channel.send(worker.answer(request))
-                del request  # a payload may be large, and the next one may be long in coming
+                with talking(line, request["wave_id"], request["notes"]):
+                    answer = worker.answer(request)
+                line.send(answer)
+                del request, answer  # they may be large, and the next request may be long in coming
     finally:
         context.destroy(linger=int(_LINGER_SECONDS * 1000))
 

@@ -111,7 +111,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is(
     with pytest.raises(ValueError, match="'deadline' is 0"):
         executor.call(0, "echo", 1, deadline=0)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="rank 1 takes .* a message 1000 at most"):
-        patch.setattr("diffusers_dlo.concurrency.executor.MAX_MESSAGE", 1000)
+        patch.setattr("diffusers_dlo.concurrency.envelope.MAX_MESSAGE", 1000)
         executor.wave("echo", [1, bytes(1000)])
     assert next_wave_id(executor) == wave_id + 1
 

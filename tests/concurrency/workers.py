@@ -17,6 +17,7 @@ import torch.distributed as dist
 import zmq
 
 from diffusers_dlo import apply_distributed_layerwise_offload
+from diffusers_dlo.concurrency import conversation
 from diffusers_dlo.concurrency.executor import WaveExecutor
 from diffusers_dlo.concurrency.messages import encode
 from tests import toys
@@ -54,6 +55,16 @@ class Service:
             os.kill(os.getpid(), getattr(signal, signal_name))
         time.sleep(0.3)
         return "alive"
+
+    def talk(self, payload: tuple[int, float]) -> dict[str, Any]:
+        """Says `count` numbers, one each `seconds`, and stops where nobody wants to hear more."""
+        count, seconds = payload
+        for number in range(count):
+            conversation.tell({"number": number})
+            time.sleep(seconds)
+            if conversation.cancelled():
+                return {"stopped": number}
+        return {"stopped": None}
 
     def unencodable(self, payload: Any) -> Any:
         return {"here": object()}
