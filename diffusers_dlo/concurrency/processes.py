@@ -6,6 +6,7 @@ directory.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -139,16 +140,23 @@ class WorkerProcesses:
         self.closed = True
 
 
+def _is_about_no_signal(record: logging.LogRecord) -> bool:
+    return "signal handlers" not in record.getMessage()
+
+
 def _launch(folder: str, size: int, env: Mapping[str, str]) -> SubprocessContext:
     """
     Starts the workers through torch elastic's library. Not through its agent (`torchrun`), which ends all survivors
     when one rank dies.
     """
     handlers = {}
+    library = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     if threading.current_thread() is threading.main_thread():
         # The library takes over signals that belong to the application.
         taken = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
         handlers = {number: signal.getsignal(number) for number in taken}
+    else:
+        library.addFilter(_is_about_no_signal)  # it cannot take them over here, and warns of that
     try:
         launched = start_processes(
             name="worker",
@@ -160,6 +168,7 @@ def _launch(folder: str, size: int, env: Mapping[str, str]) -> SubprocessContext
             logs_specs=DefaultLogsSpecs(log_dir=os.path.join(folder, "logs")),
         )
     finally:
+        library.removeFilter(_is_about_no_signal)
         for number, handler in handlers.items():
             if handler is not None:
                 signal.signal(number, handler)

@@ -84,8 +84,6 @@ def _common(asked: Common, options: ServeOptions, extra: dict[str, Any] | None) 
     for field, text in (("prompt", asked.prompt), ("negative_prompt", asked.negative_prompt or "")):
         if len(text) > limits.prompt:
             raise BadRequestError(field, f"'{field}' has {len(text)} characters; {limits.prompt} are allowed.")
-        if not _is_text(text):
-            raise BadRequestError(field, f"'{field}' has characters that are no text, such as lone surrogates.")
     width, height = (None, None) if asked.size == "auto" else map(int, asked.size.split("x"))
     _at_most("size", max(width or 0, height or 0), limits.size, "--max-size")
     _at_most("num_inference_steps", asked.num_inference_steps, limits.steps, "--max-steps")
@@ -114,11 +112,3 @@ def _extra(extra: Any) -> dict[str, Any] | None:
 def _at_most(field: str, value: int | None, limit: int, option: str) -> None:
     if value is not None and value > limit:
         raise BadRequestError(field, f"'{field}' asks for {value}; this server allows {limit} ({option}).", "limit")
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -72,7 +72,8 @@ class Fleet:
         self._cancelled: dict[int, float] = {}
         self._lost: str | None = None
         self._closing = threading.Event()
-        self._folder = tempfile.mkdtemp(prefix="diffusers_dlo-demo-") if options.demo else ""
+        self._ending = asyncio.Lock()
+        self._folder = ""  # of the demo
 
     @property
     def ready(self) -> bool:
@@ -109,16 +110,18 @@ class Fleet:
                 await asyncio.sleep(pause)
                 continue
             failures, self._lost, self._executor = 0, None, executor
+            if self._closing.is_set():
+                await self._end()
+                return
             self._cancelled.clear()
             self._become("ready", "")
             await self._watch(executor)
             if self._closing.is_set():
                 return
             logger.warning(f"{self._lost}. All ranks are started anew when the others have finished.")
-            self._become("recovering", str(self._lost))
             await self._drain()
             self.restarts += 1
-            await asyncio.to_thread(executor.shutdown, _CLOSE_SECONDS)
+            await self._end()
 
     async def generate(self, rank: int, request: Request, on_step: Callable[[int, int], None]) -> dict[str, Any]:
         """
@@ -168,14 +171,15 @@ class Fleet:
     async def close(self) -> None:
         """Takes the ranks down, in about `_CLOSE_SECONDS`, and removes what the demo wrote."""
         self._closing.set()
-        if self._executor is not None:
-            await asyncio.to_thread(self._executor.shutdown, _CLOSE_SECONDS)
+        await self._end()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._become("closed", "the server is shutting down")
 
     def _start(self) -> WaveExecutor:
         options = self._options
+        if options.demo and not self._folder:
+            self._folder = tempfile.mkdtemp(prefix="diffusers_dlo-demo-")
         offload = {
             "transfer": options.transfer,
             "host": options.host_store,
@@ -196,6 +200,13 @@ class Fleet:
             env={"OMP_NUM_THREADS": "1"} if options.demo else None,
             give_up=self._closing.is_set,
         )
+
+    async def _end(self) -> None:
+        """Takes the executor down, if there is one; by one task at a time."""
+        async with self._ending:
+            executor, self._executor = self._executor, None
+            if executor is not None:
+                await asyncio.to_thread(executor.shutdown, _CLOSE_SECONDS)
 
     async def _watch(self, executor: WaveExecutor) -> None:
         """Until a rank is lost, or the server closes."""
@@ -219,7 +230,7 @@ class Fleet:
     def _lose(self, reason: str) -> None:
         if self._lost is None:
             self._lost = reason
-            self._on_change()
+            self._become("recovering", reason)
 
     def _become(self, state: str, reason: str) -> None:
         if self.state != "closed":

@@ -123,7 +123,9 @@ class Rank:
         except torch.OutOfMemoryError as error:
             return {"outcome": "refused", "message": f"This takes more memory than there is; ask for less. {error}"}
         except Exception as error:
-            logger.warning(f"A request failed: {traceback.format_exc()}")
+            # What the pipeline's checks say tells all; of anything else one wants to know where it came from.
+            is_plain = isinstance(error, (ValueError, TypeError))
+            logger.warning(f"A request failed: {error if is_plain else traceback.format_exc()}")
             outcome = "broken" if _is_ours(error) else "refused"
             return {"outcome": outcome, "message": str(error) or type(error).__name__}
         return {

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..concurrency.requests import unequal
 from .arguments import Request
 from .fleet import Fleet, RankGoneError, RankLostError
 from .jobs import Failure, Job, Pulse, Status
 from .options import Limits, ServeOptions
+from .waves import differences
 
 
 WAVE_SECONDS = 0.5
@@ -181,13 +181,14 @@ class Scheduler:
         if self._wave_due is not None:
             self._wave_due.cancel()
         self._wave_due, self._wave_ready = None, False
-        gathered = [self._queue[index] for index in range(min(len(self._queue), self.fleet.size))]
-        terms = [_terms(job) for job in gathered]
-        for job, own in zip(gathered, terms):
-            why = unequal([terms[0], own], "or start the server without --wave.")
-            if why is not None and job.fail(Failure(400, "unequal_wave", f"In a wave, {why[0].lower()}{why[1:]}")):
-                self._leave(job)
-        return bool(self._queue)
+        while gathered := list(self._queue)[: self.fleet.size]:
+            refused = differences([job.request for job in gathered])
+            for index, reason in refused.items():
+                if gathered[index].fail(Failure(400, "unequal_wave", reason)):
+                    self._leave(gathered[index])
+            if not refused:
+                return True
+        return False
 
     def _end_gathering(self) -> None:
         self._wave_due, self._wave_ready = None, True
@@ -239,14 +240,6 @@ class Scheduler:
     def _woken(self) -> None:
         self._wake.set()
         self.pulse.beat()
-
-
-def _terms(job: Job) -> dict[str, Any]:
-    """What has to be equal in a wave, under the names that `unequal` knows."""
-    terms: dict[str, Any] = {"extra_args": dict(job.request.extra_args or {})}
-    if job.request.num_inference_steps is not None:
-        terms["num_inference_steps"] = job.request.num_inference_steps
-    return terms
 
 
 def _describe(job: Job) -> dict[str, Any]:
