@@ -91,7 +91,9 @@ def find_job(service: _Service, job_id: Annotated[str, Path(max_length=100)]) ->
     """The job that a path names."""
     job = service.book.get(job_id)
     if job is None:
-        raise BadRequestError("job_id", f"There is no job '{job_id:.100}'; it may have been deleted.", "not_found", 404)
+        raise BadRequestError(
+            "job_id", f"There is no job '{job_id:.100}'; it may have been deleted.", "not_found", 404
+        )
     return job
 
 
