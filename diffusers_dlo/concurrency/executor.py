@@ -56,6 +56,8 @@ class WaveExecutor:
         env (`Mapping[str, str]`, *optional*): environment variables for the workers, besides this process's.
         give_up (`Callable[[], bool]`, *optional*): looked at while the workers start; once it is True, they are taken
             down with a `RuntimeError`.
+        device (`str`, *optional*): the device that workers are joined for, where it is not an accelerator for each;
+            `"cpu"` on a machine that has some.
 
     Raises:
         `ValueError`: an argument is of no use; nothing has been started.
@@ -71,6 +73,7 @@ class WaveExecutor:
         start_timeout: float = 600.0,
         env: Mapping[str, str] | None = None,
         give_up: Callable[[], bool] = lambda: False,
+        device: str | None = None,
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"'num_workers' is {num_workers}; at least one worker is needed.")
@@ -83,7 +86,7 @@ class WaveExecutor:
         self._closing = False
         self._give_up: Callable[[], bool] = give_up
         path = [os.path.abspath(entry) for entry in sys.path]
-        built = {"target": target_name(target), "args": dict(args or {}), "path": path}
+        built = {"target": target_name(target), "args": dict(args or {}), "path": path, "device": device}
         start = make_request("start", 1, "", built, "'args'")
         self._workers = WorkerProcesses(num_workers, env or {})
         self._calls = Calls(self._workers, self._wave)

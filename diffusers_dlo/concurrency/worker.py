@@ -29,10 +29,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import zmq
 
-from ..device.onload import default_device
+from ..device.onload import resolve_device
 from ..device.platform import get_platform
 from ..distributed.group import stay_on_host
 from .conversation import Line, talking
@@ -93,10 +94,10 @@ class Worker:
             return _reply(request["wave_id"], lambda: self._start(**request["payload"]))
         return _reply(request["wave_id"], lambda: self._call(request["method"], request["payload"]))
 
-    def _start(self, target: str, args: Mapping[str, Any], path: Sequence[str]) -> None:
+    def _start(self, target: str, args: Mapping[str, Any], path: Sequence[str], device: str | None) -> None:
         # What the executor's process can import, its workers can.
         sys.path += [entry for entry in path if entry not in sys.path]
-        platform = get_platform(default_device(self.rank))
+        platform = get_platform(resolve_device(None if device is None else torch.device(device), self.rank))
         if self.size > 1:
             # A store in a file opens no port.
             store = dist.FileStore(os.path.join(self.folder, "store"), self.size)

@@ -101,7 +101,8 @@ class _Server(uvicorn.Server):
         app.state.stop = self._stop
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._app.state.loop.call_soon_threadsafe(self._app.state.service.scheduler.close)
+        if self.started:
+            self._app.state.loop.call_soon_threadsafe(self._app.state.service.scheduler.close)
         super().handle_exit(sig, frame)
 
     def _stop(self) -> None:

@@ -199,6 +199,7 @@ class Fleet:
             start_timeout=options.start_timeout,
             env={"OMP_NUM_THREADS": "1"} if options.demo else None,
             give_up=self._closing.is_set,
+            device="cpu" if options.demo else None,
         )
 
     async def _end(self) -> None:

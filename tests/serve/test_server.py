@@ -12,17 +12,21 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import hypothesis
 import imageio
 import imageio_ffmpeg
 import openai
 import pytest
+import schemathesis
 import torch
 from diffusers import Cosmos3OmniPipeline
 from PIL import Image
@@ -41,7 +45,8 @@ SMALL = {"prompt": "a red fox", "size": "64x64", "num_inference_steps": 2}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path_factory.mktemp("server") / "log", "--data-parallel-size", "2") as server:
+    limits = ("--max-size", "128", "--max-frames", "17", "--max-n", "2")
+    with ServerProcess(tmp_path_factory.mktemp("server") / "log", "--data-parallel-size", "2", *limits) as server:
         yield server
 
 
@@ -82,6 +87,7 @@ def test_the_openai_client_makes_pictures(server: ServerProcess, solo: Solo) -> 
         client.images.generate(prompt="a red fox", model="dall-e-3")
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_lines_of_the_readme_give_a_picture_and_a_video(server: ServerProcess, tmp_path: pathlib.Path) -> None:
     section = (ROOT / "README.md").read_text().split("## Serve\n")[1].split("\n## ")[0]
     lines = "\n".join(block for block in re.findall(r"```bash\n(.*?)```", section, re.DOTALL) if "curl" in block)
@@ -253,6 +259,34 @@ def test_a_lost_rank_fails_its_own_request_and_all_are_started_anew(server: Serv
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", (IMAGES, "/v1/videos/sync"), ids=("picture", "video"))
+def test_no_request_is_an_error_of_the_server_or_costs_it_a_rank(path: str, server: ServerProcess) -> None:
+    pids = server.worker_pids()
+    schema = schemathesis.openapi.from_url(f"{server.address}/openapi.json")
+    answers: Counter[int] = Counter()
+
+    @hypothesis.settings(
+        max_examples=60, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
+    @hypothesis.seed(0)
+    @hypothesis.given(case=schema[path]["POST"].as_strategy())
+    def fuzz(case: Any) -> None:
+        if isinstance(case.body, dict):
+            # What the limits would refuse is the other test's: these are to reach the model.
+            case.body = {**case.body, "num_inference_steps": 1, "timeout": 20}
+            for name in ("model", "extra_params", "seconds"):
+                case.body.pop(name, None)
+        response = case.call()
+        assert response.status_code in (200, 400, 404, 504), response.text
+        answers[response.status_code] += 1
+
+    fuzz()
+    assert answers[200] and answers[400], answers
+    server.wait_for(lambda state: state["ready"])
+    assert server.worker_pids() == pids
+
+
+@pytest.mark.slow
 def test_a_wave_is_of_equal_requests_and_begins_together(tmp_path: pathlib.Path, solo: Solo) -> None:
     with ServerProcess(tmp_path / "log", "--data-parallel-size", "2", "--wave", "--api-key", "secret") as waves:
         assert waves.get("/v1/models").status_code == 401
@@ -275,6 +309,15 @@ def test_a_wave_is_of_equal_requests_and_begins_together(tmp_path: pathlib.Path,
             for answer, seed, steps in ((first, 5, 30), (second, 6, 30), (other, 7, 2)):
                 picture = base64.b64decode(answer.result().json()["data"][0]["b64_json"])
                 assert picture == solo(seed, num_inference_steps=steps)
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_loaded_ends_the_command_with_its_reason(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "diffusers_dlo.cli", "serve", str(tmp_path / "nothing"), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
+    assert done.returncode == 1
+    error = done.stderr.split("diffusers-dlo: error: ")[1]
+    assert error.startswith("The ranks could not start, so nothing was served.") and str(tmp_path / "nothing") in error
 
 
 def test_a_signal_ends_everything_soon(server: ServerProcess) -> None:
