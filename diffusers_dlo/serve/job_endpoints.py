@@ -160,7 +160,7 @@ def job_requests(asked: JobRequest, options: ServeOptions) -> list[Request]:
                 raise BadRequestError(field, f"'{field}' is of videos; leave it out, or make 'kind' \"video\".")
         return image_requests(ImageRequest(**common, n=asked.n), options)
     check_count(asked.n, options)
-    video = {} if asked.fps is None else {"fps": asked.fps}
+    video: dict[str, Any] = {} if asked.fps is None else {"fps": asked.fps}
     first = video_request(VideoRequest(**common, num_frames=asked.num_frames, **video), options)
     return [replace(first, seed=(first.seed + index) % _SEEDS) for index in range(asked.n)]
 

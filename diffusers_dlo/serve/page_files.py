@@ -35,7 +35,7 @@ _HEADERS = {
 
 
 def _add(path: str, name: str, media_type: str) -> None:
-    body = resources.files(__package__).joinpath("page", name).read_bytes()
+    body = resources.files(__package__).joinpath("page").joinpath(name).read_bytes()
 
     @router.get(path)
     async def page_file() -> Response:

@@ -74,7 +74,7 @@ async function listen() {
     const stop = new AbortController();
     let silence = setTimeout(() => stop.abort(), SILENT_MS);
     try {
-      const response = await call("/v1/events", { signal: stop.signal, headers: { Accept: "text/event-stream" } });
+      const response = await call("v1/events", { signal: stop.signal, headers: { Accept: "text/event-stream" } });
       const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
       for (let rest = ""; ; ) {
         const { value, done } = await reader.read();
@@ -121,6 +121,7 @@ function hear(told, wasAway) {
   if (told.ready) showServer("ready", "Ready");
   else showServer("waiting", told.reason ? `${told.state}: ${told.reason}` : told.state);
   if (wasAway) say("The server is back.");
+  if (first) showModel(); // the server may have been started anew, with another one
   if (first || before !== active(told)) refresh();
   render();
 }
@@ -139,25 +140,24 @@ async function refresh() {
   refreshing ??= (async () => {
     while (again) {
       again = false;
-      const { data } = parse(await (await call("/v1/jobs")).text());
+      const { data } = parse(await (await call("v1/jobs")).text());
       const before = jobs;
       jobs = new Map(data.map((job) => [job.id, job]));
       for (const job of data) announce(before.get(job.id), job);
       render();
     }
-    showModel(); // the server may have been started anew, with another one
   })().catch(() => {}).finally(() => (refreshing = null)); // who is away is told by `listen`
   return refreshing;
 }
 
 async function showModel() {
-  const { data } = await (await call("/v1/models")).json().catch(() => ({ data: [] }));
-  byId("model").textContent = data[0]?.id ?? "";
+  const models = await call("v1/models").then((response) => response.json(), () => null);
+  if (models) byId("model").textContent = models.data[0].id;
 }
 
 async function end(id) {
   try {
-    await call(`/v1/jobs/${encodeURIComponent(id)}`, { method: "DELETE" });
+    await call(`v1/jobs/${encodeURIComponent(id)}`, { method: "DELETE" });
   } catch (error) {
     say(error.message);
   }
@@ -167,7 +167,7 @@ async function end(id) {
 /** The object URL of a file: only a request of the script brings the key along. */
 function fileOf(id) {
   if (!files.has(id)) {
-    const content = call(`/v1/jobs/${encodeURIComponent(id)}/content`);
+    const content = call(`v1/jobs/${encodeURIComponent(id)}/content`);
     const url = content.then((response) => response.blob()).then(URL.createObjectURL);
     files.set(id, url);
     url.catch(() => files.delete(id));
@@ -291,7 +291,7 @@ function render() {
   for (const [id, url] of files) {
     if (jobs.has(id)) continue;
     files.delete(id);
-    url.then(URL.revokeObjectURL);
+    url.then(URL.revokeObjectURL, () => {});
   }
   if (shown !== null && !jobs.has(shown)) viewer.close(); // somebody has deleted it
 }
@@ -514,7 +514,7 @@ form.addEventListener("submit", async (event) => {
   try {
     const body = JSON.stringify(readForm());
     const headers = { "Content-Type": "application/json" };
-    const response = await call("/v1/jobs", { method: "POST", body, headers });
+    const response = await call("v1/jobs", { method: "POST", body, headers });
     const { data } = parse(await response.text());
     say(data.length > 1 ? `${data.length} are in the queue.` : "It is in the queue.");
     await refresh();
