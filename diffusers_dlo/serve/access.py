@@ -20,13 +20,14 @@ from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 
 from .options import LOOPBACK, ServeOptions
+from .page_files import PATHS
 
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_OPEN_PATHS = ("/", "/health", "/ready")
+_OPEN_PATHS = (*PATHS, "/health", "/ready")
 """What is answered without a key: a page that asks for it, and whether the server runs."""
 
 

@@ -22,7 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from .._version import __version__
-from . import images, videos
+from . import images, job_endpoints, page_files, videos
 from .access import Access, error_body
 from .checks import BadRequestError
 from .options import ServeOptions
@@ -51,6 +51,8 @@ def make_app(options: ServeOptions) -> FastAPI:
     app.state.stop = lambda: None
     app.include_router(images.router)
     app.include_router(videos.router)
+    app.include_router(job_endpoints.router)
+    app.include_router(page_files.router)
     _add_state(app)
     app.add_exception_handler(BadRequestError, _bad_request)
     app.add_exception_handler(RequestValidationError, _not_valid)

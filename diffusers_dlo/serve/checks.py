@@ -35,7 +35,7 @@ def image_requests(asked: ImageRequest, options: ServeOptions) -> list[Request]:
     Raises:
         `BadRequestError`: it goes beyond a limit.
     """
-    _at_most("n", asked.n, options.limits.n, "--max-n")
+    check_count(asked.n, options)
     if asked.response_format == "png" and asked.n > 1:
         raise BadRequestError("n", f"'n' is {asked.n}, and one answer is one file with 'png'; ask for b64_json.")
     common = _common(asked, options, _extra(asked.extra_params))
@@ -63,6 +63,16 @@ def video_request(asked: VideoRequest, options: ServeOptions) -> Request:
         except (ValueError, RecursionError) as error:
             raise BadRequestError("extra_params", f"'extra_params' is not JSON: {error}") from error
     return Request(kind="video", num_frames=frames, fps=asked.fps, **_common(asked, options, _extra(extra)))
+
+
+def check_count(n: int, options: ServeOptions) -> None:
+    """
+    Whether one request may ask for `n` pictures or videos.
+
+    Raises:
+        `BadRequestError`: it may not.
+    """
+    _at_most("n", n, options.limits.n, "--max-n")
 
 
 def _common(asked: Common, options: ServeOptions, extra: dict[str, Any] | None) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class ServeOptions:
         host (`str`), port (`int`): where to listen.
         ranks (`int`): worker processes.
         wave (`bool`): whether ranks are given requests together, and equal ones only.
-        keep (`int`): finished videos whose content is kept.
+        keep (`int`): finished jobs whose content is kept.
         api_key (`str`, *optional*): what every request has to bring.
     """
 
@@ -149,7 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--max-frames", type=_count, default=limits.frames, metavar="N", help="frames (%(default)s)")
     work.add_argument("--max-n", type=_count, default=limits.n, metavar="N", help="pictures (%(default)s)")
     work.add_argument("--max-body", type=_bytes, default=limits.body, metavar="AMOUNT", help="of a request (1MiB)")
-    work.add_argument("--keep", type=_count, default=32, metavar="N", help="finished videos kept (%(default)s)")
+    work.add_argument("--keep", type=_count, default=32, metavar="N", help="finished jobs kept (%(default)s)")
 
 
 def read_options(arguments: argparse.Namespace) -> ServeOptions:

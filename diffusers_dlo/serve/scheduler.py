@@ -132,6 +132,10 @@ class Scheduler:
                 self._leave(job)
         self.pulse.beat()
 
+    def position(self, job: Job) -> int | None:
+        """The place in the queue, from 1; None if it does not wait."""
+        return self._queue.index(job) + 1 if job in self._queue else None
+
     def snapshot(self) -> dict[str, Any]:
         """What the page shows: the state, the queue, and what each rank does and uses."""
         return {

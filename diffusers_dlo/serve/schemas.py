@@ -20,6 +20,7 @@ Count = Annotated[int, Field(ge=1, le=2**31)]
 Seed = Annotated[int, Field(ge=0, le=_LARGEST_SEED, description="of the noise; drawn by the server if not given")]
 Scale = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 Shift = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
+FramesPerSecond = Annotated[int, Field(ge=1, le=240)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False, description="until the answer, if not sooner")]
 
 
@@ -63,7 +64,7 @@ class VideoRequest(Common):
 
     num_frames: Count | None = None
     seconds: Annotated[int, Field(ge=1, le=3600)] | None = Field(None, description="in place of num_frames")
-    fps: Annotated[int, Field(ge=1, le=240)] = 24
+    fps: FramesPerSecond = 24
     extra_params: str | None = Field(None, description="a JSON object of further scalar arguments of the pipeline")
 
 

@@ -67,13 +67,13 @@ class Service:
 
     def find(self, name: str) -> Job:
         """
-        The job of an id.
+        The video of an id.
 
         Raises:
             `BadRequestError`: there is none.
         """
         job = self.book.get(name)
-        if job is None:
+        if job is None or job.request.kind != "video":
             raise BadRequestError(
                 "video_id", f"There is no video '{name:.100}'; it may have been deleted.", "not_found", 404
             )

@@ -55,7 +55,8 @@ async def create(asked: _Form, service: _Service) -> VideoAnswer:
 @router.get("", response_model=VideoList, responses=ERRORS)
 async def list_jobs(service: _Service) -> VideoList:
     """The jobs that are known, the newest first."""
-    return VideoList(data=[_answer(job, service) for job in reversed(list(service.book))])
+    videos = [job for job in service.book if job.request.kind == "video"]
+    return VideoList(data=[_answer(job, service) for job in reversed(videos)])
 
 
 @router.get("/{video_id}", response_model=VideoAnswer, responses=ERRORS)
