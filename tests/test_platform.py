@@ -30,6 +30,8 @@ TORCH = torch.__version__.split("+")[0]
 """Its metadata need not have the rest."""
 SERIES = ".".join(TORCH.split(".")[:2])
 OTHER = "2.3" if SERIES != "2.3" else "2.4"
+LIBRARIES = "raise ImportError('libhccl.so: cannot open shared object file')"
+"""What a backend does whose libraries are missing."""
 
 Install = Callable[..., None]
 
@@ -80,7 +82,7 @@ def test_what_torch_knows_needs_nothing(kind: str) -> None:
     load_device_backend(kind)
 
 
-def test_a_backend_for_another_torch_is_not_even_imported(install: Install, tmp_path: Path) -> None:
+def test_a_backend_for_another_torch_is_not_even_imported(install: Install) -> None:
     install("raise SystemExit('imported')", release=f"{OTHER}.0.post2", wanted=f"{OTHER}.0.*")
     with pytest.raises(RuntimeError) as caught:
         load_device_backend("npu")
@@ -136,9 +138,6 @@ def test_a_device_that_cannot_be_used_is_not_passed_over(install: Install, shown
 def test_where_no_device_is_shown_the_cpu_computes() -> None:
     with patch.object(torch.accelerator, "is_available", lambda: False):
         assert default_device(None) == torch.device("cpu")
-
-
-LIBRARIES = "raise ImportError('libhccl.so: cannot open shared object file')"
 
 
 @pytest.mark.parametrize("autoload", ("0", "1"), ids=("by us", "by torch"))

@@ -8,10 +8,10 @@ their collectives. Must not know of blocks or passes, and is the only file that 
 
     - NVIDIA: host memory that something else allocated can be page-locked, and devices map each other's memory.
     - Ascend: neither; what lies in memory that it did not allocate is copied through a ring ([Note: Pinned ring]). Its
-      backend for torch is a package of its own, `torch_npu`, whose version follows torch's, on
-      top of libraries that no package index has (CANN). Its collectives keep what they prepared for an address, so
-      each slot is gathered at the same addresses every time, from the shard that lies in it: nothing is gathered from
-      staging buffers, and a shard that stays is copied into the slot first.
+      backend for torch is a package of its own, `torch_npu`, whose version follows torch's, on top of libraries that
+      no package index has (CANN). Its collectives keep what they prepared for an address, so each slot is gathered at
+      the same addresses every time, from the shard in it or beside it: nothing is gathered from staging buffers, and a
+      shard that stays is copied there first.
 """
 
 from __future__ import annotations
