@@ -185,10 +185,8 @@ def _prepare(
         lines = [f"streaming already: {engine.names}", f"device {platform.device.type}", f"timeout {config.timeout}"]
         lines += [f"grace {config.grace}", f"uneven {config.uneven}"]
         lines += [f"cache_dir {config.cache_dir and os.path.realpath(config.cache_dir)}"]
-        lines += [
-            f"device_budget {config.device_budget!r}",
-            f"gather {config.gather} {config.gather_in_place}",
-        ]  # `num_slots` follows from it
+        lines += [f"device_budget {config.device_budget!r}"]  # `num_slots` follows from it
+        lines += [f"gather {config.gather}", f"gather_in_place {config.gather_in_place}"]
         lines += [*plan.summary_lines(), f"transfer {config.transfer}"]
         loose_lines = sample_weights(plan, owned, skip=located.ranges) if group.size > 1 else []
         said |= {"digest": digest_of(lines), "weights": digest_of(loose_lines)}

@@ -16,11 +16,11 @@ computes, and fetching. Must not decide what is fetched next, nor touch modules:
     some devices a wait costs more than a gather. A block that stays whole has a slot of its own, which is fetched into
     once.
 
-    Fetches go by running number, and one is issued only when the *next different* block has been acquired (or, where
-    the host takes part in copies, when that has been released: [Note: Pinned ring]): by then the
-    release before it is in stream order, and a block that is called twice in a row costs nothing. A slot is held, not
-    a block, and a held slot is never taken. What a slot holds is read off its stamp, so an exception, a skipped block
-    or an odd count cannot make a stale slot look right.
+    Fetches go by running number, and one is issued only when the *next different* block has been acquired: by then the
+    release before it is in stream order, and a block that is called twice in a row costs nothing. Where blocks are
+    copied whole through page-locked buffers, it is issued when that block has been released ([Note: Pinned ring]). A
+    slot is held, not a block, and a held slot is never taken. What a slot holds is read off its stamp, so an
+    exception, a skipped block or an odd count cannot make a stale slot look right.
 
     When a forward is complete, no slot is held, and the next block, or this rank's shard of it, is copied, so that the
     link is busy until the next forward (`_fetch_first`). A slot says what was copied ahead into it; whoever writes to
@@ -284,7 +284,7 @@ class Lane:
         raise NotImplementedError
 
     def _fetches_late(self, block: Unit) -> bool:
-        """Whether what comes after a block is fetched behind its computing, since the host is busy with it."""
+        """Whether what comes after a block is fetched when that is released, since fetching keeps the host busy."""
         return False
 
     def _fetch_first(self, component: Component) -> None:

@@ -236,7 +236,7 @@ def build_plan(
 ) -> OffloadPlan:
     """
     The plan for chosen components, from the units found in each; with `files` (as for `lay_out`), for the mapped
-    store. `stages` is for devices that cannot stage.
+    store. `stages` is False for devices that do not gather from staging buffers.
     """
     common = config.transfer_for(group_size)
     encoders = _encoders_of(selection)

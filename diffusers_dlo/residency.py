@@ -13,7 +13,8 @@ says is the same on all ranks that pass the same in.
     than so many blocks lie between two that stream, the link would idle; so shards are then copied into a ring of
     shard-sized *staging* buffers first, further ahead than the slots, and gathered from there. Two are enough: the
     next copy runs while the gather reads the one before, and a gather is shorter than a copy. Staging counts in the
-    budget. It is a matter of each rank alone: the other ranks see the same gathers in the same order.
+    budget. It is a matter of each rank alone: the other ranks see the same gathers in the same order. Nothing is
+    staged where gathers have to read the slots ([Note: Vendors]).
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def plan_residents(
         num_slots (`int`): slots of the ring.
         budget (`int`): bytes on each rank.
         leaves (`Sequence[Candidate]`): those that every forward calls; `block` is their index among leaves.
-        stages (`bool`): whether the device gathers from staging buffers.
+        stages (`bool`, defaults to True): whether shards may be gathered from staging buffers.
     """
     kept: dict[str, frozenset[int]] = {}
     nbytes = 0

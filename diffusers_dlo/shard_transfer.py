@@ -39,6 +39,7 @@ class ShardTransfer:
 
     Args:
         transfers (`Transfers`): of the lane.
+        counters (`Counters`): what is moved is added to it.
         copy (`Stream`), comm (`Stream`): where copies from the host and gathers are queued.
         gather (`ShardGather`): of the ranks.
         settle (`Callable[[Slot], None]`): waits for what a slot is to hold, on devices without streams.

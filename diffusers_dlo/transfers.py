@@ -7,7 +7,8 @@ in what order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -69,7 +70,10 @@ class Transfers:
 
     def needs_host(self, unit: Unit) -> bool:
         """Whether the host itself takes part in the copies of a unit."""
-        return self._pinned is not None and not unit.store.is_page_locked
+        return self._ring_for(unit) is not None
+
+    def _ring_for(self, unit: Unit) -> PinnedRing | None:
+        return None if unit.store.is_page_locked else self._pinned
 
     # What is queued
 
@@ -85,8 +89,9 @@ class Transfers:
         """
         Queues `copies`, of a block's host memory, behind the events `after`; then its realignments, and then `record`.
         """
-        if self._pinned is not None and self.needs_host(unit) and copies:
-            self._copy_through(self._pinned, unit, stream, copies, after, record, realigned)
+        pinned = self._ring_for(unit)
+        if pinned is not None and copies:
+            self._copy_through(pinned, unit, stream, copies, after, record, realigned)
             return
 
         def work() -> None:
@@ -106,24 +111,21 @@ class Transfers:
         realigned: Realigned,
     ) -> None:
         """As `copy`, piece by piece: the first is behind `after`, and what is behind the last one records `record`."""
-        timing = None if self.for_others else self.timing
-        span = timing.new_span() if timing is not None else None
-        timed = (span[0], self._between) if span is not None else None
-        with label(COPY, unit):
+        with self._timed(COPY, unit) as span:
+            timed = (span[0], self._between) if span is not None else None
             for piece in pinned.pieces(copies, self.wait_on_host):
                 self.platform.submit(stream, piece.queue, after=after, record=piece.copied, timed=timed)
                 after, timed = (), None
             timed = (self._between, span[1]) if span is not None else None
             self.platform.submit(stream, lambda: realign(realigned), after=after, record=record, timed=timed)
-        if timing is not None and span is not None:
-            timing.transferred(COPY, unit, span)
 
     def copy_now(self, unit: Unit, copies: Copies) -> None:
         """Queues `copies`, of host memory of a leaf, on the current stream."""
-        if self._pinned is None or unit.store.is_page_locked:
+        pinned = self._ring_for(unit)
+        if pinned is None:
             _queue_copies(copies)
             return
-        for piece in self._pinned.pieces(copies, self.wait_on_host):
+        for piece in pinned.pieces(copies, self.wait_on_host):
             piece.queue()
             self.platform.compute_record(piece.copied)
 
@@ -137,10 +139,16 @@ class Transfers:
         record: Event,
     ) -> None:
         """`Platform.submit` for one transfer of a block; `kind` is `COPY` or `GATHER`."""
+        with self._timed(kind, unit) as span:
+            self.platform.submit(stream, work, after=after, record=record, timed=span)
+
+    @contextmanager
+    def _timed(self, kind: str, unit: Unit) -> Iterator[tuple[Event, Event] | None]:
+        """What is queued inside is one transfer of a block: named, and timed by these two events where it is."""
         timing = None if self.for_others else self.timing
         span = timing.new_span() if timing is not None else None
         with label(kind, unit):
-            self.platform.submit(stream, work, after=after, record=record, timed=span)
+            yield span
         if timing is not None and span is not None:
             timing.transferred(kind, unit, span)
 

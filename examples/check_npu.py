@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 _PATIENCE = 20.0
 """Seconds, at most, for which ranks wait for each other's results beyond the time that a row may take."""
-
-
 _WIDTH = 140
 """Columns, where there is no terminal that has some."""
 
@@ -127,7 +125,8 @@ class Checklist:
         if self.ranks.rank == 0:
             self.report.write(running=row.number)
         start = self.began = time.monotonic()
-        with self.watch.watching(row.number), self.ranks.row(row.number):
+        self.ranks.begin(row.number)
+        with self.watch.watching(row.number):
             mine = self._check(row, start)
             self.ranks.post(row.number, mine.as_json())
         found = self.ranks.collect(row.number, self.limit + self.patience - (time.monotonic() - start))

@@ -65,9 +65,8 @@ class DelayedPlatform(Platform):
     The CPU with streams that lag behind, and computing that does too: what is put on `compute` runs later, as kernels
     do, with the addresses it had when it was put there. `drops` leaves out one kind of waiting, to show that a test
     would notice: `"free"` (a fetch does not wait for the block that last used its slot; a copy to staging not for the
-    gather that read there), `"arrived"` (a gather does not wait for its copy, nor for its slot), `"ready"` (computing
-    does not wait for the fetch) or `"buffer"` (the host does not wait for the copy from a page-locked buffer before it
-    writes there again). Each copy takes `copy_seconds` longer.
+    gather that read there), `"ready"` (computing does not wait for the fetch) or `"buffer"` (the host does not wait
+    for the copy from a page-locked buffer before it writes there again). Each copy takes `copy_seconds` longer.
     """
 
     def __init__(self, device: torch.device, seed: int = 0, drops: str = "", copy_seconds: float = 0.0) -> None:
@@ -114,7 +113,7 @@ class DelayedPlatform(Platform):
         timed: tuple[TimingMark, TimingMark] | None = None,
     ) -> None:
         is_copy = stream is self.workers[0]
-        dropped = self.drops == ("free" if is_copy else "arrived")
+        dropped = is_copy and self.drops == "free"
         waits = [] if dropped else [mark.recorded for mark in after if mark.recorded is not None]
         before, between = self.random.random() * 0.003, self.random.random() * 0.002
         before += self.copy_seconds if is_copy else 0

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
@@ -428,7 +429,7 @@ def test_survivors_go_on() -> None:
 
 
 class Hanging(Unregistering):
-    """Collectives that fail hang instead, and whatever is behind them, until they are let go."""
+    """Collectives that fail hang instead, and whatever is behind them, until the group is ended."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -445,24 +446,35 @@ class Hanging(Unregistering):
 
         super().submit(stream, hang, *args, **kwargs)
 
+    def abort(self, group: dist.ProcessGroup) -> None:
+        self.let_go.set()
+        super().abort(group)
+
 
 def _waits_for_a_lost_rank(rank: int, size: int) -> None:
-    """The host waits for a buffer behind a gather that never ends: it hears of the loss there, and does not hang."""
+    """
+    The host waits for a buffer behind a gather that never ends: it hears of the loss there, and does not hang. Where
+    something was to compute with what that gather brings, it says so; otherwise it goes on alone, and is right.
+    """
     pinned_ring.MOST_NBYTES = 256
     lap_lane._SETTLE_SECONDS = 0.2
     platform = Hanging()
-    model = toy(LateStack, SEVEN)
-    model.order = range(len(SEVEN))
+    model, reference = toy(LateStack, SEVEN), toy(LateStack, SEVEN)
+    model.order = reference.order = range(len(SEVEN))
     handle = enable(model, platform, transfer="all_gather", grace=0.2)
     late(model, platform, feed(0))
     if rank == 1:
         model.blocks[2].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         late(model, platform, feed(1))
     start = time.monotonic()
-    with pytest.raises(RankLost, match="rank 1"):
-        late(model, platform, feed(1))
-    assert time.monotonic() - start < 15 and platform.hung
-    platform.let_go.set()
+    try:
+        got = late(model, platform, feed(1))
+    except RankLost as lost:
+        assert "rank 1" in str(lost) and "may be wrong" in str(lost)
+    else:
+        with torch.no_grad():
+            assert torch.equal(got, reference(feed(1)))
+    assert time.monotonic() - start < 15 and platform.hung and platform.let_go.is_set()
     handle.remove()
 
 

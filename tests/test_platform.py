@@ -30,6 +30,8 @@ TORCH = torch.__version__.split("+")[0]
 """Its metadata need not have the rest."""
 SERIES = ".".join(TORCH.split(".")[:2])
 OTHER = "2.3" if SERIES != "2.3" else "2.4"
+LIBRARIES = "raise ImportError('libhccl.so: cannot open shared object file')"
+"""What a backend does whose libraries are missing."""
 
 Install = Callable[..., None]
 
@@ -80,7 +82,7 @@ def test_what_torch_knows_needs_nothing(kind: str) -> None:
     load_device_backend(kind)
 
 
-def test_a_backend_for_another_torch_is_not_even_imported(install: Install, tmp_path: Path) -> None:
+def test_a_backend_for_another_torch_is_not_even_imported(install: Install) -> None:
     install("raise SystemExit('imported')", release=f"{OTHER}.0.post2", wanted=f"{OTHER}.0.*")
     with pytest.raises(RuntimeError) as caught:
         load_device_backend("npu")
@@ -138,9 +140,6 @@ def test_where_no_device_is_shown_the_cpu_computes() -> None:
         assert default_device(None) == torch.device("cpu")
 
 
-LIBRARIES = "raise ImportError('libhccl.so: cannot open shared object file')"
-
-
 @pytest.mark.parametrize("autoload", ("0", "1"), ids=("by us", "by torch"))
 @pytest.mark.parametrize("wanted", (f"{OTHER}.0.*", f"{SERIES}.*"), ids=("another torch", "no libraries"))
 def test_importing_says_what_is_wrong_with_a_backend(
@@ -158,8 +157,9 @@ def test_importing_says_what_is_wrong_with_a_backend(
     if wanted.startswith(OTHER):
         assert f"was made for torch =={wanted}" in last
     else:
-        remedy = "source set_env.sh" if autoload == "0" else "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        remedy = "source set_env.sh" if autoload == "0" else "in the shell that starts Python"
         assert "(libhccl.so: cannot open shared object file)" in last and remedy in last
+        assert "uninstall it" in last
 
 
 def test_the_platform_of_each_kind() -> None:

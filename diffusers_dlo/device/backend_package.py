@@ -35,8 +35,8 @@ def import_torch() -> None:
             named = " and ".join(f"'{package}' {find_version(package)}" for package in packages)
             reasons = [
                 f"torch {find_version('torch')} loads {named} when it is imported, and could not ({cause}). Prepare "
-                "the libraries that it needs as its installation guide says, in the shell that starts Python; or set "
-                "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to do without."
+                "the libraries that it needs as its installation guide says, in the shell that starts Python; or "
+                "uninstall it, to do without such devices: diffusers imports it too."
             ]
         raise RuntimeError(" ".join(reasons)) from error
 

@@ -17,8 +17,9 @@ a stream, nor know whose memory it is.
     wait for them does (`CollectiveWait`).
 
     The host copies with threads of its own: one alone is a fraction of a link, and launchers give each rank one thread
-    to compute with. What is fetched this way is fetched behind the computing of a block and not before it
-    (`Lane.release`), so that the device computes while the host copies.
+    to compute with. Where blocks are copied whole, the next one is fetched when the computing of a block has been
+    queued and not before (`Lane.release`), so that the device computes while the host copies. Where blocks are
+    gathered, it is fetched before: the other ranks wait for this one's shard.
 
     Every lane has a ring of its own, and so have the leaves. Whoever may fetch in a lane uses its ring, be it the
     service thread, and nobody else does at the same time.

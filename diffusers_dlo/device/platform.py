@@ -8,10 +8,10 @@ their collectives. Must not know of blocks or passes, and is the only file that 
 
     - NVIDIA: host memory that something else allocated can be page-locked, and devices map each other's memory.
     - Ascend: neither; what lies in memory that it did not allocate is copied through a ring ([Note: Pinned ring]). Its
-      backend for torch is a package of its own, `torch_npu`, whose version follows torch's, on
-      top of libraries that no package index has (CANN). Its collectives keep what they prepared for an address, so
-      each slot is gathered at the same addresses every time, from the shard that lies in it: nothing is gathered from
-      staging buffers, and a shard that stays is copied into the slot first.
+      backend for torch is a package of its own, `torch_npu`, whose version follows torch's, on top of libraries that
+      no package index has (CANN). Its collectives keep what they prepared for an address, so each slot is gathered at
+      the same addresses every time, from the shard in it or beside it: nothing is gathered from staging buffers, and a
+      shard that stays is copied there first.
 """
 
 from __future__ import annotations
@@ -291,5 +291,6 @@ def load_device_backend(device_type: str) -> None:
         raise RuntimeError(
             f"'{package}' {found} cannot be loaded into torch {torch.__version__} ({reason}). It needs a CPU build of "
             "torch, the driver and the CANN libraries of its release: in the shell that starts Python, run 'source "
-            "set_env.sh' of the CANN installation. docs/npu.md says which versions go together."
+            "set_env.sh' of the CANN installation. docs/npu.md says which versions go together. To do without such "
+            "devices, uninstall it: diffusers imports it too."
         ) from error

@@ -66,7 +66,7 @@ class Slot:
         return self.free if self.used else self.ready
 
     def fences(self, fence: Event) -> tuple[Event, ...]:
-        """`fence`, for the stream that records `ready`: it is behind that already."""
+        """What the stream that records `ready` waits for: `fence`, unless its own order ensures that already."""
         return () if fence is self.ready else (fence,)
 
 

@@ -22,8 +22,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 _MARGIN_SECONDS = 30.0
 """By so much a device's own limit is longer than the timeout, after which ranks are lost by name."""
-
-
 _TESTED_NBYTES = 256
 """What each rank contributes to the gather that tries a backend."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -53,11 +51,9 @@ class Ranks:
             self._watching = dist.PrefixStore("check_npu", _connect_again(store))
             self._torch_store = dist.PrefixStore("world", store)
 
-    @contextmanager
-    def row(self, number: int) -> Iterator[None]:
-        """What is exchanged inside belongs to this row, whatever became of earlier ones."""
-        self._row, self._said = number, 0
-        yield
+    def begin(self, row: int) -> None:
+        """What is exchanged from now on belongs to this row, whatever became of earlier ones."""
+        self._row, self._said = row, 0
 
     def exchange(self, value: Any, seconds: float = 60.0) -> list[Any]:
         """
