@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.dummy import DummyProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -125,12 +126,12 @@ def test_the_host_copies_with_several_threads(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pinned_ring, "_num_processors", lambda: 3)
     before = threading.active_count()
     ring = PinnedRing(Linked(), 5 * CHUNK)
+    assert sum(isinstance(thread, DummyProcess) for thread in threading.enumerate()) == 3, "from the start"
     source = torch.randint(0, 256, (4 * CHUNK + 7,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     for piece in ring.pieces(((target, source),), lambda event: None):
         piece.queue()
     assert torch.equal(target, source)
-    assert threading.active_count() - before == 3
     ring.close()
     assert threading.active_count() == before
 

@@ -207,3 +207,17 @@ def _every_kind(rank: int, size: int, count: int) -> list[str]:
 @pytest.mark.parametrize("size", (2, 3))
 def test_right_on_ranks(size: int) -> None:
     assert run_ranks(size, _every_kind, 8) == [[]] * size
+
+
+def test_after_an_interrupt_another_stream_waits_for_the_slots() -> None:
+    """Whoever lets go of what an interrupted forward held has not waited for it: on its stream or on another one."""
+    for seed in range(40):
+        scenario = Scenario(seed, Kind("local", num_slots=2))
+        scenario.enable([(50,), (60,), (70,)])
+        model, _ = scenario.models[0]
+        model.calls, model.blocks[0].is_interrupted = [(0, scenario.side)], True
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            model(scenario.platform)
+        model.blocks[0].is_interrupted = False
+        scenario.steady(2)
+        assert not scenario.run(schedules=0), seed
