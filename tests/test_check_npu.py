@@ -231,7 +231,10 @@ def test_texts_are_without_names_of_the_machine(monkeypatch: pytest.MonkeyPatch)
     assert anonymous("rack-7 lost 10.1.2.3:29500 (fe80::1a2b); Alice's job") == (
         "<name> lost <address> (<address>); <name>'s job"
     )
-    kept = "54.6 GB/s, 1/2 of H2D, copied to Ascend910B3 by torch 2.13.0+cpu at 12:30:45"
+    assert anonymous("lost 2001:db8::7 and [fd12:3456::1]:80, not 2001:db8:0:0:0:0:0:7") == (
+        "lost <address> and [<address>]:80, not <address>"
+    )
+    kept = "c10d::Store of aten::copy_, 54.6 GB/s, 1/2 of H2D, copied to Ascend910B3 by torch 2.13.0+cpu at 12:30:45"
     assert anonymous(kept) == kept
 
 
