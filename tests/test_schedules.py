@@ -221,3 +221,30 @@ def test_after_an_interrupt_another_stream_waits_for_the_slots() -> None:
         model.blocks[0].is_interrupted = False
         scenario.steady(2)
         assert not scenario.run(schedules=0), seed
+
+
+class Refusing(ScheduledPlatform):
+    """The driver may refuse whatever is queued."""
+
+    refuses = False
+
+    def submit(self, *args: Any, **options: Any) -> None:
+        if self.refuses:
+            raise RuntimeError("the driver refused")
+        super().submit(*args, **options)
+
+
+def test_a_copy_ahead_that_fails_is_not_taken_for_the_block() -> None:
+    scenario = Scenario(
+        1, Kind("all_gather", 2, (0,), num_slots=2, in_place=True, slots_only=False), platform=Refusing
+    )
+    scenario.enable([(50,), (60,), (70,), (80,), (90,)])
+    platform, (model, _) = scenario.platform, scenario.models[0]
+    scenario.steady(2)
+    hook = model.blocks[-1].register_forward_hook(lambda *_: setattr(platform, "refuses", True))
+    with pytest.raises(RuntimeError, match="the driver refused"):
+        scenario.steady(1)
+    hook.remove()
+    platform.refuses = False
+    scenario.steady(2)
+    assert not scenario.run(schedules=0)
