@@ -6,6 +6,7 @@ and noticed as soon as one kind of them is left out.
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -234,6 +235,10 @@ class Refusing(ScheduledPlatform):
         super().submit(*args, **options)
 
 
+def _refuse(platform: Refusing, *_: Any) -> None:
+    platform.refuses = True
+
+
 def test_a_copy_ahead_that_fails_is_not_taken_for_the_block() -> None:
     scenario = Scenario(
         1, Kind("all_gather", 2, (0,), num_slots=2, in_place=True, slots_only=False), platform=Refusing
@@ -241,10 +246,31 @@ def test_a_copy_ahead_that_fails_is_not_taken_for_the_block() -> None:
     scenario.enable([(50,), (60,), (70,), (80,), (90,)])
     platform, (model, _) = scenario.platform, scenario.models[0]
     scenario.steady(2)
-    hook = model.blocks[-1].register_forward_hook(lambda *_: setattr(platform, "refuses", True))
+    hook = model.blocks[-1].register_forward_hook(partial(_refuse, platform))
     with pytest.raises(RuntimeError, match="the driver refused"):
         scenario.steady(1)
     hook.remove()
     platform.refuses = False
     scenario.steady(2)
     assert not scenario.run(schedules=0)
+
+
+@pytest.mark.parametrize(
+    "kind", (Kind("local", num_slots=2), Kind("all_gather", 1, (0,), num_slots=2)), ids=("local", "alone")
+)
+def test_a_fetch_that_fails_is_not_taken_for_the_block(kind: Kind) -> None:
+    for index in range(3):
+        scenario = Scenario(index, kind, platform=Refusing)
+        scenario.enable([(50,), (60,), (70,), (80,), (90,)])
+        platform, (model, _) = scenario.platform, scenario.models[0]
+        scenario.steady(2)
+        hook = model.blocks[index].register_forward_hook(partial(_refuse, platform))
+        with pytest.raises(RuntimeError, match="the driver refused"):
+            scenario.steady(1)
+        hook.remove()
+        platform.refuses = False
+        model.calls = [(index + 2, platform.compute)]  # it may come first
+        with torch.no_grad():
+            model(platform)
+        scenario.steady(2)
+        assert not scenario.run(schedules=0), index
