@@ -211,9 +211,6 @@ class Lane:
             return
         if self.ring is None:
             self._fit_ring()
-        if self._issuing:  # what a fetch that was interrupted has stamped, it may not have brought
-            self._confirm()
-            self._recover(block)
         component = self.components[block.component]
         slot = self._reach(component, block)
         slot.holds += 1
