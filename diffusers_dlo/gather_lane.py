@@ -61,6 +61,8 @@ class GatherLane(LapLane):
 
     def _reach(self, component: Component, block: Unit) -> Slot:
         assert self.ring is not None
+        if self.service is None and self._issuing:  # what a fetch that failed has stamped, it may not have brought
+            self._recover(block)
         while True:
             self._check()
             lap = self._lap

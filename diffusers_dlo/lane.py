@@ -219,9 +219,10 @@ class Lane:
             self._settle(slot)
             if not self._fetches_late(block):
                 self._fetch_ahead(component, block)
-            if not slot.used or slot.stream != self.platform.current_stream:
+            stream = self.platform.current_stream
+            if not slot.used or slot.stream != stream:
                 self.transfers.wait(block, slot.fence)
-            slot.used = True
+            slot.used, slot.stream = True, stream
             self._confirm()
             block.point(block.views_in(slot).tensors)
         except BaseException:
@@ -270,8 +271,10 @@ class Lane:
                 block.slot, block.holds = None, 0
 
     def _record_use(self, slot: Slot) -> None:
-        self.platform.compute_record(slot.free)
-        slot.stream = self.platform.current_stream
+        if slot.stream == self.platform.current_stream:
+            self.platform.compute_record(slot.free)
+        else:  # a forward that was interrupted: whoever lets go has not computed in the slot, nor waited for it
+            self.platform.submit(slot.stream, _nothing, record=slot.free)
 
     # Fetching
 
@@ -345,8 +348,12 @@ class Lane:
         assert self.ring is not None
         slot = block.home.slot if block.home is not None and block.home.filled else self._fetch(block)
         self._settle(slot)
-        slot.used = True
+        slot.used, slot.stream = True, self.platform.current_stream
         self.platform.compute_wait(slot.ready)
         image = block.views_in(slot).image[: block.layout.nbytes].to("cpu", copy=True)
         self._record_use(slot)
         return image
+
+
+def _nothing() -> None:
+    """What is queued where only an event is to be recorded."""

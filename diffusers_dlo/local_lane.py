@@ -22,6 +22,8 @@ class LocalLane(Lane):
 
     def _reach(self, component: Component, block: Unit) -> Slot:
         assert self.ring is not None
+        if self._issuing:  # what a fetch that failed has stamped, it may not have brought
+            self._recover(block)
         if component.proposal is not None:
             component.adopt(component.proposal)
         if block.index not in component.order:

@@ -22,7 +22,7 @@ from diffusers.utils import logging
 from .byte_size import format_bytes
 from .device.interface import Event, Stream
 from .device.resident import ShardBuffer, Staging, StagingBuffer
-from .device.ring import Copies, Ring, Slot, copy_pairs, realign
+from .device.ring import OF_NOTHING, Copies, Ring, Slot, copy_pairs, realign
 from .distributed.gather import ShardGather
 from .residency import STAGING_BUFFERS
 from .timeline import GATHER
@@ -153,8 +153,9 @@ class ShardTransfer:
             return
         self._settle(slot)
         ring.vacate(slot)
-        slot.copied_ahead = block.key_in_component
+        slot.copied_ahead = OF_NOTHING  # a copy that fails in the middle is not to be taken for the block
         self._queue_copy(block, block.views[slot.index].copies, (slot.fence,), slot.arrived)
+        slot.copied_ahead = block.key_in_component
 
     # Where this rank's shard comes from
 

@@ -58,9 +58,9 @@ class Transfers:
         copied = (unit.store.copied_bounds(unit.key) for unit in units if not unit.store.is_page_locked)
         nbytes = max((stop - start for start, stop in copied), default=0)
         if nbytes and (self._pinned is None or not self._pinned.fits(nbytes)):
+            larger = PinnedRing(self.platform, nbytes)  # first: where there is no room, what streams goes on as it did
             self.drop_pinned()
-            self._pinned = PinnedRing(self.platform, nbytes)
-            self._between = self.platform.new_timing_event()
+            self._pinned, self._between = larger, self.platform.new_timing_event()
 
     def drop_pinned(self) -> None:
         """Gives the page-locked buffers back, once nothing is copied from them any more."""

@@ -150,7 +150,8 @@ class Checklist:
         except Exception as error:  # whatever a device or its libraries may say
             lines = str(error).strip().splitlines() or ["no reason given"]
             status, text, figures = FAILED, f"{type(error).__name__}: {lines[0]}", {}
-        return Result(status, text, figures, time.monotonic() - start)
+        # Each rank by itself: the names of other hosts and users are not known where the report is written.
+        return Result(status, anonymous(text), figures, time.monotonic() - start)
 
     def _why_not(self, row: Row) -> str:
         if "streams" in row.needs and not self.context.has_streams:
@@ -178,7 +179,7 @@ class Checklist:
     def _give_up(self, number: int, reason: str) -> None:
         """Ends the process while its main thread hangs in a row. Called by another thread."""
         row = next(row for row in self.report.rows if row.number == number)
-        mine = Result(FAILED, reason, {}, time.monotonic() - self.began, is_stuck=True)
+        mine = Result(FAILED, anonymous(reason), {}, time.monotonic() - self.began, is_stuck=True)
         self.ranks.post(number, mine.as_json(), watching=True)
         found = self.ranks.collect(number, self.patience, watching=True)
         found[self.ranks.rank] = mine.as_json()
@@ -247,6 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from npu_checks.context import make_context
     except RuntimeError as error:  # torch_npu is installed, another device is asked for, and diffusers loads both
         print(f"check_npu.py: error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        remedy = f"'{error.name}' is not installed for {sys.executable}; run pip install -e . in the checkout"
+        print(f"check_npu.py: error: {remedy}", file=sys.stderr)
         return 2
     context = make_context(args)
     checklist = Checklist(args, context)

@@ -42,9 +42,12 @@ class Reader(nn.Module):
         self.name = name
         self.weights = nn.ParameterList(torch.randn(size) for size in sizes)
         self.expected = [weight.detach().numpy().tobytes() for weight in self.weights]
+        self.is_interrupted = False
 
     def forward(self, platform: ScheduledPlatform) -> bool:
         platform.read(self.name, [(weight, expected) for weight, expected in zip(self.weights, self.expected)])
+        if self.is_interrupted:
+            raise KeyboardInterrupt  # after which torch runs no hooks
         return True
 
 
@@ -178,13 +181,14 @@ class Scenario:
         if len(self.models) < 2 and rng.random() < 0.25:
             self.enable()
         for _ in range(FORWARDS):
-            self._forward(*rng.choice(self.models))
-            if self.group.size > 1 and rng.random() < 0.2:
+            is_interrupted = self._forward(*rng.choice(self.models))
+            if self.group.size > 1 and not is_interrupted and rng.random() < 0.2:
                 self.serve()
         if len(self.models) == 2 and rng.random() < 0.25:
             self._take_off(rng.randrange(2))
 
-    def _forward(self, model: Readers, handle: OffloadHandle) -> None:
+    def _forward(self, model: Readers, handle: OffloadHandle) -> bool:
+        """Whether it was interrupted, so that blocks may still be held."""
         rng = self.random
         order = list(range(len(model.blocks)))
         way = rng.random()
@@ -202,14 +206,19 @@ class Scenario:
         if rng.random() < 0.2:
             model.calls = model.calls[: rng.randrange(len(model.calls) + 1)]
             model.error = rng.choice((ZeroDivisionError(), torch.OutOfMemoryError()))
+        elif model.calls and rng.random() < 0.1:
+            model.blocks[model.calls[-1][0]].is_interrupted = True
         try:
             with torch.no_grad():
                 model(self.platform)
-        except (ZeroDivisionError, torch.OutOfMemoryError):
+        except (ZeroDivisionError, torch.OutOfMemoryError, KeyboardInterrupt):
             pass
-        model.error = None
+        is_interrupted, model.error = any(block.is_interrupted for block in model.blocks), None
+        for block in model.blocks:
+            block.is_interrupted = False
         if rng.random() < 0.3:
             self.platform.drain(self.platform.compute)
+        return is_interrupted
 
     def serve(self) -> None:
         """A pass that this rank does for others alone."""

@@ -231,8 +231,39 @@ def test_texts_are_without_names_of_the_machine(monkeypatch: pytest.MonkeyPatch)
     assert anonymous("rack-7 lost 10.1.2.3:29500 (fe80::1a2b); Alice's job") == (
         "<name> lost <address> (<address>); <name>'s job"
     )
-    kept = "54.6 GB/s, 1/2 of H2D, copied to Ascend910B3 by torch 2.13.0+cpu at 12:30:45"
+    assert anonymous("lost 2001:db8::7 and [fd12:3456::1]:80, not 2001:db8:0:0:0:0:0:7") == (
+        "lost <address> and [<address>]:80, not <address>"
+    )
+    kept = "c10d::Store of aten::copy_, 54.6 GB/s, 1/2 of H2D, copied to Ascend910B3 by torch 2.13.0+cpu at 12:30:45"
     assert anonymous(kept) == kept
+
+
+def test_each_rank_leaves_out_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that writes the report does not know those of other hosts."""
+    monkeypatch.setenv("LOGNAME", "alice")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from check_npu import Checklist
+    from npu_checks.rows import Row
+
+    class OfOneRow(Checklist):
+        def __init__(self) -> None:
+            self.context = None
+
+        def _why_not(self, row: Row) -> str:
+            return ""
+
+    said = OfOneRow()._check(Row(1, "", "alice.rows"), 0.0).text  # what others are told
+    assert said == "ModuleNotFoundError: No module named 'npu_checks.<name>'"
+
+
+def test_a_package_that_is_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "npu_checks.context", raising=False)
+    monkeypatch.setitem(sys.modules, "diffusers_dlo.device.interface", None)
+    assert check(["--device", "cpu", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "'diffusers_dlo.device.interface' is not installed" in said and "pip install -e ." in said
 
 
 def test_the_rows_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ Shared memory that a device cannot read, copied through page-locked buffers: bit
 and gives back, who takes it, and what becomes of it when a rank is lost.
 """
 
+import concurrent.futures.thread
 import gc
 import logging
 import os
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.dummy import DummyProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -126,14 +128,52 @@ def test_the_host_copies_with_several_threads(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pinned_ring, "_num_processors", lambda: 3)
     before = threading.active_count()
     ring = PinnedRing(Linked(), 5 * CHUNK)
+    assert sum(isinstance(thread, DummyProcess) for thread in threading.enumerate()) == 3, "from the start"
     source = torch.randint(0, 256, (4 * CHUNK + 7,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     for piece in ring.pieces(((target, source),), lambda event: None):
         piece.queue()
     assert torch.equal(target, source)
-    assert threading.active_count() - before == 3
     ring.close()
     assert threading.active_count() == before
+
+
+def _copies_to_the_end(rank: int, size: int) -> None:
+    pinned_ring._num_processors, pinned_ring._PART_NBYTES = lambda: 3, CHUNK // 4
+    ring = PinnedRing(Linked(), CHUNK)
+    source = torch.randint(0, 256, (4 * CHUNK + 7,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    concurrent.futures.thread._python_exit()  # the interpreter does, before the exit handlers in which ranks serve
+    for piece in ring.pieces(((target, source),), lambda event: None):
+        piece.queue()
+    assert torch.equal(target, source)
+    ring.close()
+
+
+def test_a_rank_that_ends_copies_for_the_others_still() -> None:
+    run_ranks(1, _copies_to_the_end)
+
+
+def test_no_room_for_larger_buffers() -> None:
+    """What streams already goes on through those that it has; and so it does once there is room."""
+    platform = Unregistering(CPU)
+    model, wide, reference = toy(LateStack, (8, 8)), toy(LateStack, (64,)), toy(LateStack, (8, 8))
+    for each in (model, reference):
+        each.order = (0, 1)
+    pinned_ring.MOST_NBYTES = 1 << 20
+    handle = enable(model, platform)
+    had = platform.pinned_nbytes
+    with patch.object(platform, "pinned_empty", side_effect=RuntimeError("no more page-locked memory")):
+        with pytest.raises(RuntimeError, match="no more page-locked memory"):
+            enable(wide, platform)
+    assert handle.report().host_private_bytes == platform.pinned_nbytes == had > 0
+    assert torch.equal(late(model, platform, feed(0)), late(reference, platform, feed(0)))
+    other = enable(wide, platform)
+    assert handle.report().host_private_bytes == platform.pinned_nbytes > had
+    for each in (other, handle):
+        each.remove()
+    gc.collect()
+    assert platform.pinned_nbytes == 0
 
 
 @pytest.mark.parametrize("locks", (False, True), ids=("through buffers", "page-locked"))

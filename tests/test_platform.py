@@ -1,6 +1,7 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """Vendors: named in one place, and a backend that is a package of its own is loaded, or refused with what to do."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -15,9 +16,9 @@ from torch import nn
 
 import diffusers_dlo
 from diffusers_dlo import DistributedLayerwiseOffloadConfig, apply_distributed_layerwise_offload
-from diffusers_dlo.device import platform
+from diffusers_dlo.device import backend_package, platform
 from diffusers_dlo.device.onload import default_device, resolve_device
-from diffusers_dlo.device.platform import load_device_backend
+from diffusers_dlo.device.platform import load_device_backend, load_device_backends
 from tests.toys import Stack, feed, toy
 
 
@@ -96,16 +97,57 @@ def test_a_backend_for_another_torch_is_not_even_imported(install: Install) -> N
     (
         "raise ImportError('libhccl.so: cannot open shared object file\\n more')",
         "raise Exception('libhccl.so: cannot')",
+        "raise SystemExit('libhccl.so: cannot')",
     ),
-    ids=("import error", "any error"),
+    ids=("import error", "any error", "an end"),
 )
 def test_libraries_that_are_missing(install: Install, code: str) -> None:
     install(code, wanted=None)
     with pytest.raises(RuntimeError) as caught:
         load_device_backend("npu")
     said = str(caught.value)
-    assert f"'torch_npu' {SERIES}.0 cannot be loaded into torch {torch.__version__} (libhccl.so: cannot" in said
+    assert f"'torch_npu' {SERIES}.0 cannot be loaded into torch {torch.__version__} (" in said
+    assert "libhccl.so: cannot" in said and ("it ends the process: " in said) == ("SystemExit" in code)
     assert "source set_env.sh" in said and "\n" not in said
+
+
+METADATA = {
+    "none": None,
+    "empty": b"",
+    "no version": b"Metadata-Version: 2.1\nName: torch_npu\n",
+    "not utf-8": b"Metadata-Version: 2.1\nName: torch_npu\nVersion: 1.0\nAuthor: \xe9\xff\n",
+    "no requirement that can be read": b"Metadata-Version: 2.1\nName: torch_npu\nVersion: x\nRequires-Dist: @torch\n",
+    "another's extra": b"Metadata-Version: 2.1\nName: torch_npu\nVersion: 1\nRequires-Dist: torch==1; extra == 'a'\n",
+}
+
+
+@pytest.mark.parametrize("metadata", METADATA)
+def test_metadata_that_says_nothing_of_torch(metadata: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the package goes with this torch is then seen when it is imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "torch_npu.py").write_text("raise ImportError")
+    content, info = METADATA[metadata], tmp_path / "torch_npu-1.0.dist-info"
+    if content is not None:
+        info.mkdir()
+        (info / "METADATA").write_bytes(content)
+    with pytest.raises(RuntimeError, match=r"'torch_npu' .* cannot be loaded into torch .* \(ImportError\)"):
+        load_device_backends()
+    (tmp_path / "torch_npu.py").unlink()
+    importlib.invalidate_caches()
+    load_device_backends()  # what was left behind by a package is not one
+    with pytest.raises(RuntimeError, match="which is not installed"):
+        load_device_backend("npu")
+
+
+@pytest.mark.parametrize(
+    "found,fits",
+    (("2.3.0a0+git1", True), ("2.3.0.dev2024", True), ("2.4.0a0", False)),
+    ids=("from source", "at night", "of the next"),
+)
+def test_a_torch_from_before_a_release(install: Install, found: str, fits: bool) -> None:
+    install("", wanted="2.3.0")
+    with patch.object(backend_package, "version", lambda package: found if package == "torch" else "2.3.0"):
+        assert (backend_package.describe_mismatch("torch_npu") is None) == fits
 
 
 def test_a_backend_is_loaded(install: Install) -> None:

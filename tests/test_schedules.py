@@ -6,6 +6,7 @@ and noticed as soon as one kind of them is left out.
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -207,3 +208,69 @@ def _every_kind(rank: int, size: int, count: int) -> list[str]:
 @pytest.mark.parametrize("size", (2, 3))
 def test_right_on_ranks(size: int) -> None:
     assert run_ranks(size, _every_kind, 8) == [[]] * size
+
+
+def test_after_an_interrupt_another_stream_waits_for_the_slots() -> None:
+    """Whoever lets go of what an interrupted forward held has not waited for it: on its stream or on another one."""
+    for seed in range(40):
+        scenario = Scenario(seed, Kind("local", num_slots=2))
+        scenario.enable([(50,), (60,), (70,)])
+        model, _ = scenario.models[0]
+        model.calls, model.blocks[0].is_interrupted = [(0, scenario.side)], True
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            model(scenario.platform)
+        model.blocks[0].is_interrupted = False
+        scenario.steady(2)
+        assert not scenario.run(schedules=0), seed
+
+
+class Refusing(ScheduledPlatform):
+    """The driver may refuse whatever is queued."""
+
+    refuses = False
+
+    def submit(self, *args: Any, **options: Any) -> None:
+        if self.refuses:
+            raise RuntimeError("the driver refused")
+        super().submit(*args, **options)
+
+
+def _refuse(platform: Refusing, *_: Any) -> None:
+    platform.refuses = True
+
+
+def test_a_copy_ahead_that_fails_is_not_taken_for_the_block() -> None:
+    scenario = Scenario(
+        1, Kind("all_gather", 2, (0,), num_slots=2, in_place=True, slots_only=False), platform=Refusing
+    )
+    scenario.enable([(50,), (60,), (70,), (80,), (90,)])
+    platform, (model, _) = scenario.platform, scenario.models[0]
+    scenario.steady(2)
+    hook = model.blocks[-1].register_forward_hook(partial(_refuse, platform))
+    with pytest.raises(RuntimeError, match="the driver refused"):
+        scenario.steady(1)
+    hook.remove()
+    platform.refuses = False
+    scenario.steady(2)
+    assert not scenario.run(schedules=0)
+
+
+@pytest.mark.parametrize(
+    "kind", (Kind("local", num_slots=2), Kind("all_gather", 1, (0,), num_slots=2)), ids=("local", "alone")
+)
+def test_a_fetch_that_fails_is_not_taken_for_the_block(kind: Kind) -> None:
+    for index in range(3):
+        scenario = Scenario(index, kind, platform=Refusing)
+        scenario.enable([(50,), (60,), (70,), (80,), (90,)])
+        platform, (model, _) = scenario.platform, scenario.models[0]
+        scenario.steady(2)
+        hook = model.blocks[index].register_forward_hook(partial(_refuse, platform))
+        with pytest.raises(RuntimeError, match="the driver refused"):
+            scenario.steady(1)
+        hook.remove()
+        platform.refuses = False
+        model.calls = [(index + 2, platform.compute)]  # it may come first
+        with torch.no_grad():
+            model(platform)
+        scenario.steady(2)
+        assert not scenario.run(schedules=0), index

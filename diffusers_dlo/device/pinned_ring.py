@@ -19,7 +19,9 @@ a stream, nor know whose memory it is.
     The host copies with threads of its own: one alone is a fraction of a link, and launchers give each rank one thread
     to compute with. Where blocks are copied whole, the next one is fetched when the computing of a block has been
     queued and not before (`Lane.release`), so that the device computes while the host copies. Where blocks are
-    gathered, it is fetched before: the other ranks wait for this one's shard.
+    gathered, it is fetched before: the other ranks wait for this one's shard. The threads are there from the start, so
+    that none is missing in the middle of a fetch, and until the ring is closed, be it after the interpreter has begun
+    to end: that is when a rank serves others which are not done yet, and executors take no work any more.
 
     Every lane has a ring of its own, and so have the leaves. Whoever may fetch in a lane uses its ring, be it the
     service thread, and nobody else does at the same time.
@@ -29,8 +31,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 
 import torch
 
@@ -86,7 +88,7 @@ class PinnedRing:
         self._buffers = [_Buffer(memory, platform.new_event()) for memory in memories]
         self._turn = 0
         self._num_threads = min(_MOST_THREADS, _num_processors(), -(-self.buffer_nbytes // _PART_NBYTES))
-        self._threads = ThreadPoolExecutor(self._num_threads, "diffusers_dlo copying")
+        self._threads = ThreadPool(self._num_threads)
 
     @property
     def nbytes(self) -> int:
@@ -118,11 +120,12 @@ class PinnedRing:
         if part >= target.numel():
             target.copy_(source)
             return
-        list(self._threads.map(torch.Tensor.copy_, target.split(part), source.split(part)))
+        self._threads.starmap(torch.Tensor.copy_, zip(target.split(part), source.split(part)), chunksize=1)
 
     def close(self) -> None:
         """Waits for all copies from the buffers and gives them back. Idempotent."""
-        self._threads.shutdown()
+        self._threads.close()
+        self._threads.join()
         while self._buffers:
             self._platform.wait_on_host(self._buffers[-1].copied)
             self._buffers.pop()

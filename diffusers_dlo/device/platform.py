@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from diffusers.utils import logging
 
-from .backend_package import describe_mismatch, find_version
+from .backend_package import describe_mismatch, first_line, is_importable, name_version
 from .interface import Event, Platform, Stream
 
 
@@ -255,7 +255,7 @@ def load_device_backends() -> None:
         `RuntimeError`: one of them cannot be loaded, as `load_device_backend` says it.
     """
     for device_type, package in _BACKEND_PACKAGES.items():
-        if find_version(package) is not None:
+        if is_importable(package):
             load_device_backend(device_type)
 
 
@@ -275,8 +275,8 @@ def load_device_backend(device_type: str) -> None:
     package = _BACKEND_PACKAGES.get(device_type)
     if package is None or hasattr(torch, device_type):
         return
-    found, series = find_version(package), ".".join(torch.__version__.split(".")[:2])
-    if found is None:
+    found, series = name_version(package), ".".join(torch.__version__.split(".")[:2])
+    if not is_importable(package):
         raise RuntimeError(
             f"'{device_type}' devices need the package '{package}', which is not installed. Install the release made "
             f'for torch {torch.__version__}: pip install "{package}=={series}.*".'
@@ -286,8 +286,8 @@ def load_device_backend(device_type: str) -> None:
         raise RuntimeError(mismatch)
     try:
         importlib.import_module(package)
-    except Exception as error:  # a missing library is an ImportError, an unprepared one an Exception and no more
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except (Exception, SystemExit) as error:  # a missing library is an ImportError, an unprepared one may be any
+        reason = first_line(error)
         raise RuntimeError(
             f"'{package}' {found} cannot be loaded into torch {torch.__version__} ({reason}). It needs a CPU build of "
             "torch, the driver and the CANN libraries of its release: in the shell that starts Python, run 'source "

@@ -18,7 +18,7 @@ from ..host.store import Extent, tensor_view
 from .interface import Event, Platform, Stream
 
 
-_OF_NOTHING = ("", -1)
+OF_NOTHING = ("", -1)
 """What was copied ahead into a slot is of no use."""
 
 Copies = tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -41,10 +41,11 @@ class Stamp:
 class Slot:
     """
     One block-sized buffer. `arrived` follows the copy of a fetch, `ready` the whole of it, `free` the computing that
-    last used it, on `stream`. `used` says whether anything has waited for the last fetch since. `pending` is a
-    collective that the host has to wait for before it reads `buffer`, and the views that it fills. `copied_ahead` is
-    the block, by component and index, whose shard was copied there before its fetch; `arrived` then follows that copy.
-    `input` is where this rank's shard is copied to, if that is not its place in `buffer`.
+    last used it. `stream` has waited for `ready`, and computes. `used` says whether anything has waited for the last
+    fetch since. `pending` is a collective that the host has to wait for before it reads `buffer`, and the views that
+    it fills. `copied_ahead` is the block, by component and index, whose shard was copied there before its fetch;
+    `arrived` then follows that copy. `input` is where this rank's shard is copied to, if that is not its place in
+    `buffer`.
     """
 
     index: int
@@ -149,7 +150,7 @@ class Ring:
                 self._where.pop((slot.stamp.component, slot.stamp.block), None)
                 slot.stamp = None
             if slot.copied_ahead is not None and component in (None, slot.copied_ahead[0]):
-                slot.copied_ahead = _OF_NOTHING  # still to be waited for
+                slot.copied_ahead = OF_NOTHING  # still to be waited for
 
     def views(self, layout: BlockLayout, extents: Sequence[Extent], shards: int, rank: int) -> list[BlockViews]:
         """The views of one block for each slot. `rank` is the shard this rank copies, of `shards`."""

@@ -7,6 +7,7 @@ version may end the process that tries. Must not import torch before that is kno
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -16,8 +17,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from packaging.requirements import Requirement
-from packaging.version import Version
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
 
 
 KINDS = ("auto", "npu", "cuda", "cpu")
@@ -67,9 +68,11 @@ def look(wanted: str) -> Installed:
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+            found = importlib.metadata.version(name)
+        except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):  # not there, or broken
+            found = ""
+        if found or importlib.util.find_spec(name) is not None:
+            versions[name] = found or "unknown"
     if wanted == "npu" and "torch_npu" not in versions:
         raise UsageError(
             f"'npu' needs torch_npu, which is not installed; install the one for torch {versions.get('torch')}: "
@@ -103,15 +106,37 @@ def compare(versions: dict[str, str]) -> str:
     """Why the versions of torch, torch_npu and CANN do not go together; empty if nothing speaks against it."""
     torch_version, npu_version = versions["torch"], versions["torch_npu"]
     # Comparing the versions themselves would be wrong: 2.12.0.post3 is for torch 2.12.0.
-    requirements = [Requirement(text) for text in importlib.metadata.requires("torch_npu") or ()]
-    specifiers = [str(item.specifier) for item in requirements if item.name == "torch" and item.specifier]
-    wanted_torch = specifiers[0] if specifiers else f"=={_release(npu_version)}.*"
-    if Requirement(f"torch{wanted_torch}").specifier.contains(torch_version, prereleases=True):
+    specifiers = _wanted_torch()
+    try:
+        wanted_torch = specifiers[0] if specifiers else f"=={_release(npu_version)}.*"
+        base = Version(torch_version).base_version  # of a torch that was built from source, or at night
+    except InvalidVersion:
+        return ""
+    wanted = Requirement(f"torch{wanted_torch}").specifier
+    if wanted.contains(torch_version, prereleases=True) or wanted.contains(base, prereleases=True):
         return ""
     return (
         f"torch {torch_version} and torch_npu {npu_version} do not go together; "
         f'pip install "torch{wanted_torch}", or "torch_npu=={_release(torch_version)}.*"'
     )
+
+
+def _wanted_torch() -> list[str]:
+    """The versions of torch that torch_npu's metadata asks for; none where it does not say, or is broken."""
+    try:
+        lines = importlib.metadata.requires("torch_npu") or ()
+    except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
+        return []
+    found = []
+    for line in lines:
+        try:
+            item = Requirement(line)
+        except InvalidRequirement:
+            continue
+        applies = item.marker is None or item.marker.evaluate({"extra": ""})
+        if item.name == "torch" and item.specifier and applies:
+            found.append(str(item.specifier))
+    return found
 
 
 def _release(version: str) -> str:
@@ -126,7 +151,7 @@ def _try_import() -> tuple[str, dict[str, object]]:
     except subprocess.TimeoutExpired:
         return f"importing torch_npu did not end within {_SECONDS} s", {}
     for line in done.stdout.splitlines():
-        if done.returncode == 0 and line.startswith("found "):
+        if done.returncode == 0 and line.startswith("found {"):
             return "", json.loads(line.removeprefix("found "))
     if done.returncode < 0:
         return f"importing torch_npu ended the process ({signal.Signals(-done.returncode).name})", {}

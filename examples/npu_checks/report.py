@@ -34,7 +34,7 @@ _SETTINGS = re.compile(
 """Variables of the environment that change how devices and collectives behave."""
 _PATH = re.compile(r"(?<![\w/.])(?:~|\.{0,2})/(?!/)[^\s'\"`,;()<>|\]]*")
 _ADDRESS = re.compile(
-    r"(?<![\w.])(?:\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?|fe80:[0-9a-f:]+|(?:[0-9a-f]{1,4}:){3,7}[0-9a-f]{1,4})(?![\w.])",
+    r"(?<![\w.])(?:\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?|fe80:[0-9a-f:]+|f[cd][0-9a-f]{2}:[0-9a-f:]+|(?:[0-9a-f]{1,4}:){2,6}:[0-9a-f:]*|(?:[0-9a-f]{1,4}:){3,7}[0-9a-f]{1,4})(?![\w.])",
     re.IGNORECASE,
 )
 _COLOURS = {PASSED: "green", FAILED: "bold red", SKIPPED: "yellow"}
@@ -81,7 +81,9 @@ class Report:
 
     def __post_init__(self) -> None:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-        self.name = f"check_npu_{self.facts['kind']}_{self.facts['ranks']}_{stamp}"
+        self.name = (
+            f"check_npu_{self.facts['kind']}_{self.facts['ranks']}_{stamp}-{os.getpid()}"  # two may run at once
+        )
 
     @property
     def path(self) -> Path:
