@@ -97,7 +97,7 @@ class Fleet:
             self._become("starting" if not self.restarts else "recovering", "the ranks load the model")
             try:
                 executor = await asyncio.to_thread(self._start)
-            except (RuntimeError, ValueError, OSError) as error:
+            except Exception as error:  # whatever it is, who waits for the ranks has to learn of it
                 if self._closing.is_set():
                     return
                 if not self.restarts:
@@ -106,8 +106,10 @@ class Fleet:
                     return
                 pause = _RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)]
                 failures += 1
-                logger.error(f"The ranks could not be started again, and will be in {pause:g} s: {error}")
-                await asyncio.sleep(pause)
+                reason = f"ranks could not be started again, and will be in {pause:g} s: {error}"
+                logger.error(f"The {reason}")
+                self._become("recovering", f"the {reason}")
+                await self._pause(pause)
                 continue
             failures, self._lost, self._executor = 0, None, executor
             if self._closing.is_set():
@@ -218,6 +220,12 @@ class Fleet:
                 self._lose(f"rank {gone[0]} has ended")
             for rank in self._stuck():
                 self._lose(f"rank {rank} has not ended a cancelled call for {_STUCK_SECONDS:g} s")
+
+    async def _pause(self, seconds: float) -> None:
+        """For so long, or until the server closes."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._closing.is_set():
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def _drain(self) -> None:
         """Until the ranks that are left have finished what they have begun."""
