@@ -168,7 +168,7 @@ def _bad_request(_: Request, error: Exception) -> JSONResponse:
 def _not_valid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    where = [part for part in first["loc"] if isinstance(part, str) and part not in ("body", "query", "path")]
     field = ".".join(where) or None
     message = f"'{field}': {first['msg']}." if field else f"{first['msg']}."
     return JSONResponse(error_body(message, "invalid_request_error", field, first["type"]), 400)

@@ -36,6 +36,7 @@ def image_requests(asked: ImageRequest, options: ServeOptions) -> list[Request]:
         `BadRequestError`: it goes beyond a limit.
     """
     _at_most("n", asked.n, options.limits.n, "--max-n")
+    _at_most("n", asked.n, options.limits.queue, "--max-queue")  # all of them are queued at once, or never
     if asked.response_format == "png" and asked.n > 1:
         raise BadRequestError("n", f"'n' is {asked.n}, and one answer is one file with 'png'; ask for b64_json.")
     common = _common(asked, options, _extra(asked.extra_params))
