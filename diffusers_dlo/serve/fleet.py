@@ -170,8 +170,15 @@ class Fleet:
             self._calls[rank].cancel()
             self._cancelled.setdefault(rank, time.monotonic())
 
+    def stop(self) -> None:
+        """Ends `run` soon, without the ranks that it has started."""
+        self._closing.set()
+
     async def close(self) -> None:
-        """Takes the ranks down, in about `_CLOSE_SECONDS`, and removes what the demo wrote."""
+        """
+        Takes the ranks down, in about `_CLOSE_SECONDS`, and removes what the demo wrote. `run` has ended before: ranks
+        that still start would write it again.
+        """
         self._closing.set()
         await self._end()
         if self._folder:

@@ -121,8 +121,10 @@ class Scheduler:
                 self.hand_out()
         finally:
             self.close()
+            self.fleet.stop()
+            await asyncio.gather(ranks, return_exceptions=True)
             await self.fleet.close()
-            await asyncio.gather(ranks, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def close(self) -> None:
         """Fails everything, and admits nothing more."""

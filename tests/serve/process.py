@@ -38,7 +38,10 @@ class ServerProcess:
         self.headers: dict[str, str] = {}
         self.address = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "diffusers_dlo.cli", "serve", "--demo", "--port", str(port), *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.folder = log.parent / "temporary"  # where it may write
+        self.folder.mkdir()
+        names = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
+        environment = {**os.environ, **names}
         with open(log, "w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
@@ -94,6 +97,10 @@ class ServerProcess:
             if b"diffusers_dlo.concurrency.worker" in command and command[-2] == str(self.process.pid).encode():
                 found.append((int(command[-4]), int(folder.name)))
         return [pid for _, pid in sorted(found)]
+
+    def left_behind(self) -> list[str]:
+        """What is left of the files that it wrote for itself and its ranks."""
+        return [path.name for path in self.folder.glob("diffusers_dlo*")]
 
     def kill_a_worker(self) -> None:
         os.kill(self.worker_pids()[1], signal.SIGKILL)
