@@ -106,9 +106,9 @@ class Fleet:
                     return
                 pause = _RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)]
                 failures += 1
-                reason = f"ranks could not be started again, and will be in {pause:g} s: {error}"
-                logger.error(f"The {reason}")
-                self._become("recovering", f"the {reason}")
+                reason = f"ranks could not be started again, and will be in {pause:g} s"
+                logger.error(f"The {reason}: {error}")
+                self._become("recovering", f"the {reason}; the server's log says why")  # anyone may read this
                 await self._pause(pause)
                 continue
             failures, self._lost, self._executor = 0, None, executor

@@ -12,7 +12,7 @@ import pytest
 
 from diffusers_dlo.serve import fleet
 from diffusers_dlo.serve.arguments import Request
-from diffusers_dlo.serve.jobs import Status
+from diffusers_dlo.serve.jobs import Job, JobBook, Status
 from diffusers_dlo.serve.options import ServeOptions
 from diffusers_dlo.serve.scheduler import WAVE_SECONDS, Scheduler
 
@@ -71,6 +71,21 @@ def test_a_wave_gathers_anew_when_what_it_waited_with_has_gone() -> None:
         scheduler.hand_out()
         assert (scheduler.running, scheduler.waiting) == (0, 1), "it begins without waiting for an equal one"
         scheduler.cancel(second)
+
+    run(work)
+
+
+def test_jobs_without_a_result_take_no_place_from_those_with_one() -> None:
+    async def work() -> None:
+        book = JobBook(2)
+        jobs = [Job(asked(2), lambda job: None) for _ in range(9)]
+        for index, job in enumerate(jobs):
+            book.add(job)
+            if index in (0, 2, 3):
+                job.complete(b"video", 1.0)
+            elif index < 8:
+                job.cancel()
+        assert [jobs.index(job) for job in book] == [2, 3, 6, 7, 8]
 
     run(work)
 
