@@ -51,7 +51,7 @@ def _add_to_yaml(block: str, tags: Sequence[str], library: str, newline: str) ->
     try:
         before = yaml.safe_load(block + newline)
         root = yaml.compose(block, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date that there is not
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: a date that there is not
         raise ValueError(f"The metadata of the card is not YAML ({' '.join(str(error).split())}). Mend it.") from error
     before = {} if before is None else before
     if not isinstance(before, dict):

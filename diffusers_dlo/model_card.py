@@ -242,7 +242,7 @@ def _read_plan(plan: str) -> Mapping[str, Any]:
             values = json.load(file)
     except OSError as error:
         raise ValueError(f"'{plan}' cannot be read ({error.strerror or error}). Name a file that is there.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"'{plan}' is not JSON ({error}). Name what 'diffusers-dlo plan --json' wrote.") from error
     if not isinstance(values, dict):
         raise ValueError(f"'{plan}' is no plan: it holds a {type(values).__name__}, and no names with values.")

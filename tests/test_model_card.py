@@ -256,9 +256,10 @@ def test_tags_are_inserted(name: str) -> None:
         ("tags: [a", "is not YAML"),
         ("- a\n- b", "is not a mapping"),
         ("date: 2026-02-31", "is not YAML"),
+        ("x: " + "[" * 5000, "is not YAML"),
         ("x: &x {tags: [a]}\n<<: *x", "tags: [a, diffusers, dlo], library_name: diffusers"),
     ),
-    ids=("flow", "alias", "commas", "mapping", "open", "list", "date", "merge"),
+    ids=("flow", "alias", "commas", "mapping", "open", "list", "date", "deep", "merge"),
 )
 def test_other_metadata_is_refused(block: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -353,7 +354,8 @@ def test_plans_that_are_refused(wan: Path, checkpoints: Path, capsys: pytest.Cap
     line = fails(capsys, wan, "--plan", checkpoints / "flux.json")
     assert "is a plan of another model than the 'WanPipeline'" in line and "diffusers-dlo plan" in line
     assert "cannot be read (No such file" in fails(capsys, wan, "--plan", wan / "nowhere.json")
-    for text, said in (("{", "is not JSON"), ("[]", "holds a list"), ("{}", "KeyError: 'simulated'")):
+    texts = (("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "holds a list"), ("{}", "'simulated'"))
+    for text, said in texts:
         plan.write_text(text)
         assert said in fails(capsys, wan, "--plan", plan)
     for edit, said in (
@@ -365,6 +367,8 @@ def test_plans_that_are_refused(wan: Path, checkpoints: Path, capsys: pytest.Cap
         (change("simulated", 0, "transfer", to="| x"), "no transfer"),
         (change("simulated", 0, "device_memory", "total", to="much"), "no whole number: 'much'"),
         (change("recommended", to=99), "IndexError"),
+        (change("device_bytes", to=10**400), "no whole number: 1000"),
+        (change("assumed", "tflops", to=10**400), "no amount: 1000"),
     ):
         values = json.loads((checkpoints / "wan.json").read_text())
         edit(values)
