@@ -51,7 +51,7 @@ def _add_to_yaml(block: str, tags: Sequence[str], library: str, newline: str) ->
     try:
         before = yaml.safe_load(block + newline)
         root = yaml.compose(block, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date that there is not
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: a date that there is not
         raise ValueError(f"The metadata of the card is not YAML ({' '.join(str(error).split())}). Mend it.") from error
     before = {} if before is None else before
     if not isinstance(before, dict):
@@ -67,7 +67,8 @@ def _add_to_yaml(block: str, tags: Sequence[str], library: str, newline: str) ->
     edited, indent = block, " " * (root.start_mark.column if root is not None else 0)
     added = []
     if missing and "tags" in before:
-        edited = _insert(block, _value_of(root, "tags"), missing, newline)
+        node = _value_of(root, "tags")
+        edited = block if node is None else _insert(block, node, missing, newline)
     elif missing:
         added += [f"{indent}tags:", *(f"{indent}- {tag}" for tag in missing)]
     if "library_name" not in before:
@@ -88,7 +89,8 @@ def _add_to_yaml(block: str, tags: Sequence[str], library: str, newline: str) ->
 
 
 def _value_of(root: Any, key: str) -> Any:
-    return [value for name, value in root.value if name.value == key][-1]  # of a name given twice, the last counts
+    """None if the value comes from elsewhere, by a merge key. Of a name that is given twice, the last one counts."""
+    return next((value for name, value in reversed(root.value) if name.value == key), None)
 
 
 def _insert(block: str, node: Any, tags: Sequence[str], newline: str) -> str:

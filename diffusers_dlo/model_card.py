@@ -162,7 +162,20 @@ def _line_break(text: str) -> str:
 
 def _put(body: str, section: str, newline: str, path: str) -> str:
     """The body with the section in place of the one that is there, or at its end."""
-    begins, ends = (list(re.finditer(rf"(?m)^{re.escape(mark)}[ \t]*(?=\r?$)", body)) for mark in (BEGIN, END))
+    blocks, is_closed = _code_blocks(body)
+    begins, ends = (
+        [
+            found
+            for found in re.finditer(rf"(?m)^{re.escape(mark)}[ \t]*(?=\r?$)", body)
+            if not any(start <= found.start() < end for start, end in blocks)
+        ]
+        for mark in (BEGIN, END)
+    )
+    if not begins and not ends and not is_closed:
+        raise ValueError(
+            f"'{path}' ends in a block of code that begins with '{body[blocks[-1][0] :].splitlines()[0]:.40}' and has "
+            "no end, so what comes after it would be code as well. End it."
+        )
     if not begins and not ends:
         gap = "" if not body or body.endswith(2 * newline) else newline if body.endswith("\n") else 2 * newline
         return f"{body}{gap}{section}{newline}"
@@ -173,6 +186,19 @@ def _put(body: str, section: str, newline: str, path: str) -> str:
             f"'{BEGIN}' and '{END}'."
         )
     return body[: begins[0].start()] + section + body[ends[0].end() :]
+
+
+def _code_blocks(body: str) -> tuple[list[tuple[int, int]], bool]:
+    """Where the fenced blocks of code are, in which marks are only shown, and whether the last of them has an end."""
+    blocks: list[tuple[int, int]] = []
+    fence, start = "", 0
+    for line in re.finditer(r"(?m)^ {0,3}(`{3,}(?=[^`\r\n]*\r?$)|~{3,})[ \t]*([^\r\n]*)", body):
+        if not fence:
+            fence, start = line[1], line.start()
+        elif line[1].startswith(fence) and not line[2]:
+            blocks.append((start, line.end()))
+            fence = ""
+    return (blocks, True) if not fence else ([*blocks, (start, len(body))], False)
 
 
 def _predict(model_dir: str, plan: str | None) -> tuple[Outline, CardFigures]:
@@ -216,7 +242,7 @@ def _read_plan(plan: str) -> Mapping[str, Any]:
             values = json.load(file)
     except OSError as error:
         raise ValueError(f"'{plan}' cannot be read ({error.strerror or error}). Name a file that is there.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"'{plan}' is not JSON ({error}). Name what 'diffusers-dlo plan --json' wrote.") from error
     if not isinstance(values, dict):
         raise ValueError(f"'{plan}' is no plan: it holds a {type(values).__name__}, and no names with values.")

@@ -184,6 +184,17 @@ def test_a_second_run_changes_nothing(body: str, wan: Path) -> None:
     assert card(wan) == first and first.count(BEGIN.encode()) == 1
 
 
+@pytest.mark.parametrize("newline", ("\n", pytest.param("\r\n", marks=pytest.mark.slow)), ids=("unix", "windows"))
+def test_marks_in_code_are_only_shown(newline: str, wan: Path) -> None:
+    shown = f"{BEGIN}\nnot ours\n{END}\n"
+    body = f"# How\n\n```html\n{shown}```\n\n  ~~~~ md\n```\n~~~\n{shown}   ~~~~~ \n`````` not a fence `\n"
+    body = body.replace("\n", newline)
+    (wan / "README.md").write_bytes(body.encode())
+    first = card(wan)
+    begin, end = f"{newline}{BEGIN}{newline}".encode(), f"{newline}{END}{newline}".encode()
+    assert body.encode() in first and first.count(begin) == 3 and first.endswith(end) and card(wan) == first
+
+
 def test_windows_line_breaks_and_a_byte_order_mark_stay(wan: Path) -> None:
     original = b"\xef\xbb\xbf" + (HEAD + BODY).replace("\n", "\r\n").encode()
     (wan / "README.md").write_bytes(original)
@@ -245,8 +256,10 @@ def test_tags_are_inserted(name: str) -> None:
         ("tags: [a", "is not YAML"),
         ("- a\n- b", "is not a mapping"),
         ("date: 2026-02-31", "is not YAML"),
+        ("x: " + "[" * 5000, "is not YAML"),
+        ("x: &x {tags: [a]}\n<<: *x", "tags: [a, diffusers, dlo], library_name: diffusers"),
     ),
-    ids=("flow", "alias", "commas", "mapping", "open", "list", "date"),
+    ids=("flow", "alias", "commas", "mapping", "open", "list", "date", "deep", "merge"),
 )
 def test_other_metadata_is_refused(block: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -291,6 +304,7 @@ def test_cards_that_are_refused(wan: Path, capsys: pytest.CaptureFixture) -> Non
         "encoding": (b"# caf\xe9\n", ("is not UTF-8 (byte 5", "Convert it first")),
         "open": (b"---\nlicense: mit\n# text\n", ("no other such line ends its metadata",)),
         "names": (b"---\n1: a\n---\n", (str(path),)),
+        "code": (b"~~~\n```\n~~~\ntext\n````md\n```\n", ("block of code that begins with '````md'", "End it")),
     }
     for content, said in cases.values():
         path.write_bytes(content)
@@ -340,7 +354,8 @@ def test_plans_that_are_refused(wan: Path, checkpoints: Path, capsys: pytest.Cap
     line = fails(capsys, wan, "--plan", checkpoints / "flux.json")
     assert "is a plan of another model than the 'WanPipeline'" in line and "diffusers-dlo plan" in line
     assert "cannot be read (No such file" in fails(capsys, wan, "--plan", wan / "nowhere.json")
-    for text, said in (("{", "is not JSON"), ("[]", "holds a list"), ("{}", "KeyError: 'simulated'")):
+    texts = (("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "holds a list"), ("{}", "'simulated'"))
+    for text, said in texts:
         plan.write_text(text)
         assert said in fails(capsys, wan, "--plan", plan)
     for edit, said in (
@@ -352,6 +367,8 @@ def test_plans_that_are_refused(wan: Path, checkpoints: Path, capsys: pytest.Cap
         (change("simulated", 0, "transfer", to="| x"), "no transfer"),
         (change("simulated", 0, "device_memory", "total", to="much"), "no whole number: 'much'"),
         (change("recommended", to=99), "IndexError"),
+        (change("device_bytes", to=10**400), "no whole number: 1000"),
+        (change("assumed", "tflops", to=10**400), "no amount: 1000"),
     ):
         values = json.loads((checkpoints / "wan.json").read_text())
         edit(values)

@@ -14,12 +14,12 @@ import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 
-from .options import LOOPBACK, ServeOptions
+from .options import ServeOptions, is_loopback
 from .page_files import PATHS
 
 
@@ -32,8 +32,8 @@ _OPEN_PATHS = (*PATHS, "/health", "/ready")
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an error, in OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """The body of an error, in OpenAI's form. What it quotes may be text that no answer can hold."""
+    return {"error": {"message": _as_text(message), "type": kind, "param": param and _as_text(param), "code": code}}
 
 
 class Access:
@@ -76,7 +76,7 @@ class Access:
         if self._guarded:
             host = headers.get(b"host", b"").decode("latin-1")
             origin = headers.get(b"origin", b"").decode("latin-1")
-            if _name(f"//{host}") not in LOOPBACK or (origin and urlsplit(origin).netloc != host):
+            if not is_loopback(_parts(f"//{host}").hostname or "") or (origin and _parts(origin).netloc != host):
                 body = error_body(
                     f"'{origin or host:.100}' is not this server, which serves this machine only and without a key. "
                     "Call it by 127.0.0.1 or localhost, or start it with --api-key.",
@@ -115,8 +115,12 @@ def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _name(address: str) -> str | None:
+def _as_text(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _parts(address: str) -> SplitResult:
     try:
-        return urlsplit(address).hostname
-    except ValueError:
-        return None
+        return urlsplit(address)
+    except ValueError:  # brackets that hold no address
+        return urlsplit("")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterable, AsyncIterator
 from types import FrameType
 from typing import Annotated, Any
@@ -76,7 +77,7 @@ def serve(options: ServeOptions) -> None:
             "Give --api-key, or listen at 127.0.0.1."
         )
     app = make_app(options)
-    _Server(
+    server = _Server(
         uvicorn.Config(
             app,
             host=options.host,
@@ -86,7 +87,21 @@ def serve(options: ServeOptions) -> None:
             log_level="info",
         ),
         app,
-    ).run()
+    )
+    # A terminal that is closed ends the server as Ctrl-C does; under nohup it does not.
+    hangs_up = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    if hangs_up:
+        signal.signal(signal.SIGHUP, server.handle_exit)
+    try:
+        server.run()
+    except SystemExit as ended:  # its log has told why
+        raise RuntimeError(
+            f"'{options.host}', port {options.port}, cannot be listened at, for the reason above. Give another --port "
+            "or --host."
+        ) from ended
+    finally:
+        if hangs_up:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
     error = app.state.service.scheduler.fleet.error
     if error is not None:
         raise RuntimeError(f"The ranks could not start, so nothing was served. {error}") from error
@@ -170,7 +185,7 @@ def _bad_request(_: Request, error: Exception) -> JSONResponse:
 def _not_valid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    where = [part for part in first["loc"] if isinstance(part, str) and part not in ("body", "query", "path")]
     field = ".".join(where) or None
     message = f"'{field}': {first['msg']}." if field else f"{first['msg']}."
     return JSONResponse(error_body(message, "invalid_request_error", field, first["type"]), 400)

@@ -8,7 +8,6 @@ a callback.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,12 +63,14 @@ def check_extra(extra: Any) -> dict[str, Any]:
     if not isinstance(extra, dict):
         raise ValueError(f"'extra_params' is a '{type(extra).__name__}'; it has to be a JSON object of scalars.")
     for name, value in extra.items():
+        if not (_is_unicode(name) and _is_unicode(value)):
+            raise ValueError(f"{name!r} in 'extra_params' is not Unicode: half of a surrogate pair is no character.")
         if name in _OWN or name in _AMOUNTS:
             raise ValueError(
                 f"'{name}' cannot be given in 'extra_params'; use the field of that name, if there is one."
             )
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and not (math.isfinite(value) and abs(value) <= _MAX_NUMBER):
+        if is_number and not abs(value) <= _MAX_NUMBER:  # False of nan too
             raise ValueError(f"'{name}' in 'extra_params' is {value!r:.40}; numbers are {_MAX_NUMBER:.0e} at most.")
         if isinstance(value, str) and len(value) > _MAX_TEXT:
             raise ValueError(f"'{name}' in 'extra_params' has {len(value)} characters; {_MAX_TEXT} are allowed.")
@@ -121,6 +122,10 @@ def pipeline_arguments(call: Callable[..., Any], request: Request, defaults: Map
         raise ValueError(f"'{name}' does not take '{unknown[0]}'; leave it out.")
     known = {key: value for key, value in defaults.items() if key in parameters}
     return {**known, **arguments, "prompt": request.prompt}
+
+
+def _is_unicode(value: Any) -> bool:
+    return not (isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value))
 
 
 def _is_scalar(parameter: inspect.Parameter) -> bool:

@@ -73,6 +73,7 @@ def check_count(n: int, options: ServeOptions) -> None:
         `BadRequestError`: it may not.
     """
     _at_most("n", n, options.limits.n, "--max-n")
+    _at_most("n", n, options.limits.queue, "--max-queue")  # all of them are queued at once, or never
 
 
 def _common(asked: Common, options: ServeOptions, extra: dict[str, Any] | None) -> dict[str, Any]:

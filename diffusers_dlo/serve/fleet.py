@@ -97,7 +97,7 @@ class Fleet:
             self._become("starting" if not self.restarts else "recovering", "the ranks load the model")
             try:
                 executor = await asyncio.to_thread(self._start)
-            except (RuntimeError, ValueError, OSError) as error:
+            except Exception as error:  # whatever it is, who waits for the ranks has to learn of it
                 if self._closing.is_set():
                     return
                 if not self.restarts:
@@ -106,8 +106,10 @@ class Fleet:
                     return
                 pause = _RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)]
                 failures += 1
-                logger.error(f"The ranks could not be started again, and will be in {pause:g} s: {error}")
-                await asyncio.sleep(pause)
+                reason = f"ranks could not be started again, and will be in {pause:g} s"
+                logger.error(f"The {reason}: {error}")
+                self._become("recovering", f"the {reason}; the server's log says why")  # anyone may read this
+                await self._pause(pause)
                 continue
             failures, self._lost, self._executor = 0, None, executor
             if self._closing.is_set():
@@ -168,8 +170,15 @@ class Fleet:
             self._calls[rank].cancel()
             self._cancelled.setdefault(rank, time.monotonic())
 
+    def stop(self) -> None:
+        """Ends `run` soon, without the ranks that it has started."""
+        self._closing.set()
+
     async def close(self) -> None:
-        """Takes the ranks down, in about `_CLOSE_SECONDS`, and removes what the demo wrote."""
+        """
+        Takes the ranks down, in about `_CLOSE_SECONDS`, and removes what the demo wrote. `run` has ended before: ranks
+        that still start would write it again.
+        """
         self._closing.set()
         await self._end()
         if self._folder:
@@ -218,6 +227,12 @@ class Fleet:
                 self._lose(f"rank {gone[0]} has ended")
             for rank in self._stuck():
                 self._lose(f"rank {rank} has not ended a cancelled call for {_STUCK_SECONDS:g} s")
+
+    async def _pause(self, seconds: float) -> None:
+        """For so long, or until the server closes."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._closing.is_set():
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def _drain(self) -> None:
         """Until the ranks that are left have finished what they have begun."""

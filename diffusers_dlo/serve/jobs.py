@@ -166,10 +166,11 @@ class Job:
 
 class JobBook:
     """
-    The jobs that can be asked for by their ids: all that are not final, and the last of the others.
+    The jobs that can be asked for by their ids: all that are not final, and the last of the others. Those that have
+    failed or were cancelled take no place from those with a result that may still be fetched.
 
     Args:
-        keep (`int`): how many final ones are kept.
+        keep (`int`): how many final ones are kept, of those with a result and of those without.
     """
 
     def __init__(self, keep: int) -> None:
@@ -182,9 +183,11 @@ class JobBook:
     def add(self, job: Job) -> None:
         """A new one; the oldest final ones may go for it."""
         self._jobs[job.id] = job
-        final = [one.id for one in self._jobs.values() if one.status.final]
-        for name in final[: max(0, len(final) - self._keep)]:
-            del self._jobs[name]
+        final = [one for one in self._jobs.values() if one.status.final]
+        for has_result in (True, False):
+            alike = [one.id for one in final if (one.content is not None) is has_result]
+            for name in alike[: max(0, len(alike) - self._keep)]:
+                del self._jobs[name]
 
     def get(self, name: str) -> Job | None:
         """The job of an id."""

@@ -7,14 +7,13 @@ request. Must not start anything, and must not need the extra `serve`.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..byte_size import parse_bytes
 
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""The hosts that only this machine reaches."""
 _MAX_PROMPT = 32_000
 """Characters of a prompt; OpenAI's limit for images."""
 
@@ -86,7 +85,15 @@ class ServeOptions:
     @property
     def loopback(self) -> bool:
         """Whether only this machine reaches the server."""
-        return self.host in LOOPBACK
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host of that name or address; all of 127.0.0.0/8 is its own."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,8 +174,12 @@ def read_options(arguments: argparse.Namespace) -> ServeOptions:
             raise ValueError("--api-key and --api-key-file both give the key; leave one of them out.")
         with open(arguments.api_key_file, encoding="utf-8") as file:
             key = file.read().strip()
-    if key is not None and not key.strip():
-        raise ValueError("The API key is empty, which would keep nobody out; give one, or leave the option out.")
+    if key is not None:
+        key = key.strip()
+        if not key:
+            raise ValueError("The API key is empty, which would keep nobody out; give one, or leave the option out.")
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError("The API key has characters that no header carries; make it of printable ASCII.")
     return ServeOptions(
         model=arguments.model,
         name=arguments.served_model_name or arguments.model or "demo",

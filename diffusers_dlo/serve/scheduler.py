@@ -118,11 +118,13 @@ class Scheduler:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                self._hand_out()
+                self.hand_out()
         finally:
             self.close()
+            self.fleet.stop()
+            await asyncio.gather(ranks, return_exceptions=True)
             await self.fleet.close()
-            await asyncio.gather(ranks, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def close(self) -> None:
         """Fails everything, and admits nothing more."""
@@ -135,6 +137,20 @@ class Scheduler:
     def position(self, job: Job) -> int | None:
         """The place in the queue, from 1; None if it does not wait."""
         return self._queue.index(job) + 1 if job in self._queue else None
+
+    def hand_out(self) -> None:
+        """Gives jobs to the ranks that have none. `run` does so whenever something has changed."""
+        if self._wave and not self._take_wave():
+            return
+        for rank in self._idle:
+            if not self._queue:
+                return
+            job = self._queue.popleft()
+            job.start(rank)
+            self._running[rank] = job
+            task = asyncio.create_task(self._serve(rank, job))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def snapshot(self) -> dict[str, Any]:
         """What the page shows: the state, the queue, and what each rank does and uses."""
@@ -154,33 +170,25 @@ class Scheduler:
             ],
         }
 
-    def _hand_out(self) -> None:
-        if self._wave and not self._take_wave():
-            return
-        for rank in self.fleet.idle:
-            if not self._queue:
-                return
-            job = self._queue.popleft()
-            job.start(rank)
-            self._running[rank] = job
-            task = asyncio.create_task(self._serve(rank, job))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    @property
+    def _idle(self) -> list[int]:
+        """The ranks that have no job: one that was given a job is called a moment later only."""
+        return [rank for rank in self.fleet.idle if rank not in self._running]
 
     def _take_wave(self) -> bool:
         """
         Whether a wave begins: all ranks are free, and there is work for each, or the first has waited long enough.
         Those that are not equal to the first are refused, so that they do not take the wave from others.
         """
-        if len(self.fleet.idle) < self.fleet.size or not self._queue:
+        if not self._queue:
+            self._stop_gathering()
+        if len(self._idle) < self.fleet.size or not self._queue:
             return False
         if len(self._queue) < self.fleet.size and not self._wave_ready:
             if self._wave_due is None:
                 self._wave_due = asyncio.get_running_loop().call_later(WAVE_SECONDS, self._end_gathering)
             return False
-        if self._wave_due is not None:
-            self._wave_due.cancel()
-        self._wave_due, self._wave_ready = None, False
+        self._stop_gathering()
         while gathered := list(self._queue)[: self.fleet.size]:
             refused = differences([job.request for job in gathered])
             for index, reason in refused.items():
@@ -190,18 +198,27 @@ class Scheduler:
                 return True
         return False
 
+    def _stop_gathering(self) -> None:
+        if self._wave_due is not None:
+            self._wave_due.cancel()
+        self._wave_due, self._wave_ready = None, False
+
     def _end_gathering(self) -> None:
         self._wave_due, self._wave_ready = None, True
         self._woken()
 
     async def _serve(self, rank: int, job: Job) -> None:
         try:
+            if job.status.final:  # it ended before its rank was called, which so could not be told
+                return
             result = await self.fleet.generate(rank, job.request, job.advance)
         except RankGoneError:
             if job.put_back():
                 self._queue.appendleft(job)
         except RankLostError as error:
             job.fail(Failure(503, "rank_lost", f"{error} It was not tried again; send it again if you like.", 5))
+        except ValueError as error:  # a request that cannot be sent to a rank
+            job.fail(Failure(400, "invalid_value", str(error)))
         else:
             if result["outcome"] == "done":
                 self._mean_seconds += 0.2 * (result["seconds"] - self._mean_seconds)

@@ -15,6 +15,7 @@ _SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 _LARGEST_SEED = 2**63 - 1
 
 Size = Annotated[str, Field(pattern=_SIZE, description="WIDTHxHEIGHT in pixels, or auto: what the model does best")]
+Word = Annotated[str, Field(max_length=100_000)]  # with a length, it is also checked to be Unicode
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Seed = Annotated[int, Field(ge=0, le=_LARGEST_SEED, description="of the noise; drawn by the server if not given")]
@@ -34,8 +35,8 @@ class Common(Strict):
     """What pictures and videos have in common. What is not given is left to the model."""
 
     prompt: Text
-    model: str | None = Field(None, description="the name that /v1/models tells; may be left out")
-    negative_prompt: str | None = None
+    model: Word | None = Field(None, description="the name that /v1/models tells; may be left out")
+    negative_prompt: Word | None = None
     size: Size = "auto"
     num_inference_steps: Count | None = None
     guidance_scale: Scale | None = None
@@ -43,7 +44,7 @@ class Common(Strict):
     flow_shift: Shift | None = None
     seed: Seed | None = None
     timeout: Seconds | None = None
-    user: str | None = Field(None, description="accepted, without effect")
+    user: Word | None = Field(None, description="accepted, without effect")
 
 
 class ImageRequest(Common):
@@ -53,10 +54,10 @@ class ImageRequest(Common):
     response_format: Literal["b64_json", "png"] = Field("b64_json", description="png: the file itself, for n = 1")
     extra_params: dict[str, JsonValue] | None = Field(None, description="further scalar arguments of the pipeline")
     output_format: Literal["png"] = "png"
-    quality: str | None = Field(None, description="accepted, without effect")
-    style: str | None = Field(None, description="accepted, without effect")
+    quality: Word | None = Field(None, description="accepted, without effect")
+    style: Word | None = Field(None, description="accepted, without effect")
     background: Literal["auto", "opaque"] | None = Field(None, description="accepted, without effect")
-    moderation: str | None = Field(None, description="accepted, without effect")
+    moderation: Word | None = Field(None, description="accepted, without effect")
 
 
 class VideoRequest(Common):
@@ -65,7 +66,7 @@ class VideoRequest(Common):
     num_frames: Count | None = None
     seconds: Annotated[int, Field(ge=1, le=3600)] | None = Field(None, description="in place of num_frames")
     fps: FramesPerSecond = 24
-    extra_params: str | None = Field(None, description="a JSON object of further scalar arguments of the pipeline")
+    extra_params: Word | None = Field(None, description="a JSON object of further scalar arguments of the pipeline")
 
 
 class ErrorDetail(BaseModel):

@@ -39,8 +39,11 @@ class ServerProcess:
         self.headers: dict[str, str] = {}
         self.address = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "diffusers_dlo.cli", "serve", model, "--port", str(port), *arguments]
-        paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        self.folder = log.parent / "temporary"  # where it may write
+        self.folder.mkdir()
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        names = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
+        environment = {**os.environ, **names}
         with open(log, "w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
@@ -96,6 +99,10 @@ class ServerProcess:
             if b"diffusers_dlo.concurrency.worker" in command and command[-2] == str(self.process.pid).encode():
                 found.append((int(command[-4]), int(folder.name)))
         return [pid for _, pid in sorted(found)]
+
+    def left_behind(self) -> list[str]:
+        """What is left of the files that it wrote for itself and its ranks."""
+        return [path.name for path in self.folder.glob("diffusers_dlo*")]
 
     def kill_a_worker(self) -> None:
         os.kill(self.worker_pids()[1], signal.SIGKILL)

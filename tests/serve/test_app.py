@@ -23,6 +23,7 @@ from diffusers_dlo.serve.options import Limits, ServeOptions
 
 
 IMAGES = "/v1/images/generations"
+JSON = {"content-type": "application/json"}
 Client = httpx.AsyncClient
 
 
@@ -130,11 +131,46 @@ def test_what_is_wrong_is_said_in_the_form_of_openai() -> None:
         assert error_of(await client.post(IMAGES, json={"prompt": "a", "model": "dall-e-3"}), 404)["param"] == "model"
         form = error_of(await client.post("/v1/videos/sync", data={"prompt": "a boat", "num_frames": "x"}), 400)
         assert form["param"] == "num_frames"
+        broken = error_of(await client.post(IMAGES, content=b'{"n": 1,', headers=JSON), 400)
+        assert (broken["param"], broken["code"]) == (None, "json_invalid")
         assert error_of(await client.get("/nowhere"), 404)
         assert error_of(await client.get(IMAGES), 405)
         assert error_of(await client.get("/v1/videos/..%2f..%2fetc%2fpasswd/content"), 404)
 
     with_client(ServeOptions(), work)
+
+
+def test_text_that_is_no_unicode_and_numbers_of_any_length_are_refused() -> None:
+    fields = {
+        **dict.fromkeys(("prompt", "negative_prompt", "model", "user", "quality", "moderation"), r'"\ud800"'),
+        r"\ud800": "1",
+        "extra_params": r'{"\ud800": 1}',
+        "seed": "1" + "0" * 400,
+    }
+    extras = (r'{"eta": "\ud800"}', r'{"\ud800": []}', '{"eta": 1%s}' % ("0" * 400), '{"eta": -1%s}' % ("0" * 400))
+
+    async def work(client: Client, app: FastAPI) -> None:
+        for name, value in fields.items():
+            first = "" if name == "prompt" else '"prompt": "a", '
+            body = f'{{{first}"timeout": 0.02, "{name}": {value}}}'
+            error_of(await client.post(IMAGES, content=body.encode(), headers=JSON), 400)
+        for extra in extras:
+            body = f'{{"prompt": "a", "timeout": 0.02, "extra_params": {extra}}}'
+            refused = error_of(await client.post(IMAGES, content=body.encode(), headers=JSON), 400)
+            assert refused["param"] == "extra_params" and "'extra_params'" in refused["message"]
+            form = {"prompt": "a", "timeout": "0.02", "extra_params": extra}
+            assert error_of(await client.post("/v1/videos", data=form), 400)["param"] == "extra_params"
+        assert app.state.service.scheduler.waiting == 0 and not list(app.state.service.book)
+
+    with_client(ServeOptions(), work)
+
+
+def test_more_pictures_than_ever_wait_are_no_matter_of_time() -> None:
+    async def work(client: Client, app: FastAPI) -> None:
+        refused = error_of(await client.post(IMAGES, json={"prompt": "a fox", "n": 3}), 400)
+        assert refused["param"] == "n" and refused["message"].endswith("allows 2 (--max-queue).")
+
+    with_client(ServeOptions(limits=Limits(queue=2)), work)
 
 
 def test_a_key_opens_everything_but_the_state() -> None:
@@ -156,13 +192,21 @@ def test_a_key_opens_everything_but_the_state() -> None:
 
 def test_pages_of_other_sites_are_refused_on_this_machine() -> None:
     async def work(client: Client, app: FastAPI) -> None:
-        for headers in ({"Host": "evil.example"}, {"Host": ""}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+        hosts = ("evil.example", "", "[", "127.0.0.1.evil.example", "128.0.0.1")
+        origins = ("http://evil.example", "null", "http://[", "http://127.0.0.1", "http://a@127.0.0.1:8000")
+        for headers in (*({"Host": host} for host in hosts), *({"Origin": origin} for origin in origins)):
             assert error_of(await client.get("/v1/models", headers=headers), 403)["code"] == "wrong_host"
-        own = ({"Host": "localhost:8000"}, {"Host": "[::1]:8000"}, {"Origin": "http://127.0.0.1:8000"})
+        own = (
+            {"Host": "localhost:8000"},
+            {"Host": "127.0.0.2"},
+            {"Host": "[::1]:8000"},
+            {"Origin": "http://127.0.0.1:8000"},
+        )
         for headers in own:
             assert (await client.get("/v1/models", headers=headers)).status_code == 200
 
     with_client(ServeOptions(), work)
+    with_client(ServeOptions(host="127.0.0.2"), work)
 
 
 def test_a_body_is_bounded_whether_it_says_its_length_or_not() -> None:

@@ -40,7 +40,9 @@ def test_the_command_line_and_the_names_of_the_original(tmp_path: pathlib.Path) 
     assert read("--dlo-no-use-allgather").transfer == "local"
     key = tmp_path / "key"
     key.write_text("secret\n")
-    assert read("--api-key-file", str(key)).api_key == "secret"
+    assert read("--api-key-file", str(key)).api_key == read("--api-key", " secret ").api_key == "secret"
+    reached = {host: read("--host", host).loopback for host in ("127.1.2.3", "::1", "LOCALHOST", "0.0.0.0", "::", "")}
+    assert [host for host, only_here in reached.items() if only_here] == ["127.1.2.3", "::1", "LOCALHOST"]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +51,10 @@ def test_the_command_line_and_the_names_of_the_original(tmp_path: pathlib.Path) 
         (["owner/model", "--demo"], "'owner/model' is not needed"),
         (["--api-key", " "], "would keep nobody out"),
         (["--api-key", "a", "--api-key-file", "b"], "leave one of them out"),
+        (["--api-key", "schlüssel"], "no header carries"),
+        (["--api-key", "a\nb"], "no header carries"),
     ],
-    ids=("demo-and-model", "empty-key", "two-keys"),
+    ids=("demo-and-model", "empty-key", "two-keys", "umlaut-key", "key-of-lines"),
 )
 def test_options_that_contradict_each_other(arguments: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import pathlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -350,6 +352,33 @@ def test_a_model_that_cannot_be_loaded_ends_the_command_with_its_reason(tmp_path
     assert error.startswith("The ranks could not start, so nothing was served.") and str(tmp_path / "nothing") in error
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_listening", (True, False), ids=("hung-up", "port-in-use"))
+def test_nothing_is_left_of_a_server_that_ends_while_its_ranks_start(
+    is_listening: bool, tmp_path: pathlib.Path
+) -> None:
+    with contextlib.ExitStack() as stack:
+        starting = ServerProcess(tmp_path / "log")
+        stack.callback(starting.__exit__)
+        if not is_listening:
+            taken = stack.enter_context(socket.socket())
+            taken.bind(("127.0.0.1", int(starting.address.rpartition(":")[2])))
+            taken.listen()
+        else:
+            while "Uvicorn running" not in starting.log.read_text():
+                time.sleep(0.05)
+            while not list(starting.folder.glob("diffusers_dlo-demo-*")):
+                time.sleep(0.05)
+            starting.process.send_signal(signal.SIGHUP)
+        code = starting.process.wait(60)
+    log = starting.log.read_text()
+    assert not starting.left_behind() and "Traceback" not in log and not starting.worker_pids()
+    if is_listening:
+        assert code in (0, -signal.SIGHUP)
+    else:
+        assert code == 1 and "cannot be listened at" in log and "--port" in log.split("diffusers-dlo: error: ")[1]
+
+
 def test_a_signal_ends_everything_soon(server: ServerProcess) -> None:
     """The last test of the file: it ends the server that the others share."""
     answers: list[httpx.Response] = []
@@ -369,4 +398,4 @@ def test_a_signal_ends_everything_soon(server: ServerProcess) -> None:
         thread.join()
     assert sorted(answer.status_code for answer in answers) == [200, 503]
     assert len(pids) == 2 and not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
-    assert "Traceback" not in server.log.read_text()
+    assert "Traceback" not in server.log.read_text() and not server.left_behind()
