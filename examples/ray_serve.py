@@ -43,6 +43,8 @@ OBJECT_STORE = 80 << 20
 NAME = "diffusers-dlo"
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 """Sends all requests of a session, which is the header `X-Session-Id`, to the same replica."""
+JOBS = ("/v1/videos", "/v1/jobs")
+"""Where jobs are queued, which only their replica knows."""
 HEALTH_SECONDS = 2.0
 STARTS = 3
 """How often a replica may fail to start before Ray gives up."""
@@ -76,22 +78,22 @@ class ReplicaName:
                 message["headers"] = [*message["headers"], (b"x-replica", self._name)]
             await send(message)
 
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] == "/v1/videos":
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in JOBS:
             session = any(name.lower() == b"x-session-id" and value for name, value in scope["headers"])
             if self._jobs == "none" or (self._jobs == "session" and not session):
-                await self._refusal()(scope, receive, named)
+                await self._refusal(scope["path"])(scope, receive, named)
                 return
         await self._app(scope, receive, named)
 
-    def _refusal(self) -> JSONResponse:
+    def _refusal(self, path: str) -> JSONResponse:
         way_out = (
             "send the header 'X-Session-Id', with the same value in every request about the job"
             if self._jobs == "session"
             else "start the replicas with --sticky"
         )
         message = (
-            "'/v1/videos' queues a job that only one replica knows, and later requests about it would reach another; "
-            f"{way_out}, or use '/v1/videos/sync'."
+            f"'{path}' queues a job that only one replica knows, and later requests about it would reach another; "
+            f"{way_out}, or use '/v1/images/generations' or '/v1/videos/sync'."
         )
         return JSONResponse(error_body(message, "invalid_request_error", code="no_session"), 400)
 
@@ -128,6 +130,9 @@ def make_deployment(arguments: argparse.Namespace, options: ServeOptions) -> Any
     """What Ray runs: `--replicas` times the application, each with all devices of its host."""
     from ray import serve
 
+    # What these two see is stored in the cluster; not the options, which have the key from its file.
+    patience = options.start_timeout
+
     def build() -> FastAPI:
         return make_replica_app(arguments, serve.get_replica_context().replica_id.unique_id)
 
@@ -141,10 +146,9 @@ def make_deployment(arguments: argparse.Namespace, options: ServeOptions) -> Any
             fleet = self.app.state.service.scheduler.fleet  # type: ignore[attr-defined]
             if fleet.ready:
                 self._ready_last = time.monotonic()
-            elif time.monotonic() - self._ready_last > options.start_timeout:
+            elif time.monotonic() - self._ready_last > patience:
                 raise RuntimeError(
-                    f"The replica was not ready for {options.start_timeout:g} s (--start-timeout), and is replaced: "
-                    f"{fleet.reason}."
+                    f"The replica was not ready for {patience:g} s (--start-timeout), and is replaced: {fleet.reason}."
                 )
 
     return serve.deployment(**placement(arguments, options))(Replica).bind()
@@ -222,6 +226,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"ray_serve: {error}", file=sys.stderr)
         return 2
+    if not options.loopback and options.api_key is None:
+        print(f"ray_serve: '{options.host}' can be reached by others, and there is no key. Give --api-key-file.")
     start_ray(arguments.ray_address)
     import ray
     from ray import serve
@@ -238,6 +244,9 @@ def main() -> int:
         asyncio.run(asyncio.Event().wait())
     except KeyboardInterrupt:
         pass
+    except RuntimeError as error:
+        print(f"ray_serve: the replicas could not start. {error}", file=sys.stderr)
+        return 1
     finally:
         if arguments.ray_address is None:
             serve.shutdown()

@@ -29,9 +29,10 @@ import torch
 from diffusers import Cosmos3OmniPipeline
 from fastapi import FastAPI
 
+from diffusers_dlo.serve.app import make_app
 from diffusers_dlo.serve.demo import build_tiny_cosmos3
 from diffusers_dlo.serve.media import mp4, png
-from diffusers_dlo.serve.options import read_options
+from diffusers_dlo.serve.options import ServeOptions, read_options
 from tests.code_blocks import ROOT
 
 
@@ -188,6 +189,7 @@ def test_two_replicas_answer_and_one_that_loses_a_rank_comes_back(tmp_path: path
 def test_a_job_that_could_not_be_found_again_is_refused(jobs: str) -> None:
     app = FastAPI()
 
+    @app.post("/v1/jobs")
     @app.post("/v1/videos")
     @app.post("/v1/videos/sync")
     async def made() -> dict[str, bool]:
@@ -198,17 +200,30 @@ def test_a_job_that_could_not_be_found_again_is_refused(jobs: str) -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             plain = await client.post("/v1/videos")
             session = await client.post("/v1/videos", headers={"X-Session-Id": "mine"})
+            other = await client.post("/v1/jobs")
             sync = await client.post("/v1/videos/sync")
-            assert [one.headers["x-replica"] for one in (plain, session, sync)] == ["seven"] * 3
-            assert sync.json() == {"made": True}
+            assert [one.headers["x-replica"] for one in (plain, session, other, sync)] == ["seven"] * 4
+            assert sync.json() == {"made": True} and other.status_code == plain.status_code
             assert plain.status_code == (200 if jobs == "all" else 400)
             assert session.status_code == (400 if jobs == "none" else 200)
             if jobs != "all":
                 error = plain.json()["error"]
-                assert error["code"] == "no_session" and "'/v1/videos/sync'" in error["message"]
+                assert (
+                    error["code"] == "no_session"
+                    and error["message"].startswith("'/v1/videos' ")
+                    and "'/v1/videos/sync'" in error["message"]
+                )
                 assert ("--sticky" if jobs == "none" else "'X-Session-Id'") in error["message"]
 
     asyncio.run(work())
+
+
+def test_all_paths_that_queue_jobs_are_known() -> None:
+    paths = make_app(ServeOptions()).openapi()["paths"]
+    queues = {
+        path for path, methods in paths.items() if "post" in methods and any(f"{path}/{{" in one for one in paths)
+    }
+    assert queues == set(ray_serve.JOBS)
 
 
 def test_a_replica_has_started_once_its_ranks_are_ready() -> None:
@@ -255,3 +270,21 @@ def test_a_ray_of_this_machine_alone_is_told_so_before_it_is_imported() -> None:
     top = [node for node in ast.parse(SCRIPT.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {getattr(node, "module", None) or node.names[0].name for node in top}
     assert "fastapi" in names and not any(name.split(".")[0] == "ray" for name in names)
+
+
+@NEEDS_RAY
+def test_a_key_from_a_file_is_not_stored_in_the_cluster(tmp_path: pathlib.Path) -> None:
+    from ray import cloudpickle
+
+    key = tmp_path / "key"
+    key.write_text("much-too-secret")
+    arguments = ray_serve.parse(["some/model", "--api-key-file", str(key)])
+    options = read_options(arguments)
+    assert options.api_key == "much-too-secret"
+    cloudpickle.register_pickle_by_value(ray_serve)  # as what a script defines
+    try:
+        stored = cloudpickle.dumps(ray_serve.make_deployment(arguments, options))
+    finally:
+        cloudpickle.unregister_pickle_by_value(ray_serve)
+    assert str(key).encode() in stored and b"much-too-secret" not in stored
+    assert ray_serve.LOCAL["RAY_AUTH_TOKEN"].encode() not in stored
