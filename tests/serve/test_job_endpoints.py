@@ -73,8 +73,11 @@ def test_a_job_is_refused_with_the_field_that_is_wrong() -> None:
             error = error_of(await client.post(JOBS, json={"prompt": "a fox", **fields}), 400)
             assert error["param"] == param and said in error["message"], fields
         assert app.state.service.scheduler.waiting == 0
-        # All of a request, or none of it.
-        full = error_of(await client.post(JOBS, json={"prompt": "a fox", "n": 3}), 503)
-        assert full["code"] == "queue_full" and (await client.get(JOBS)).json()["data"] == []
+        # All of a request, or none of it: more than the queue ever holds is the request's fault.
+        error = error_of(await client.post(JOBS, json={"prompt": "a fox", "n": 3}), 400)
+        assert error["param"] == "n" and "--max-queue" in error["message"]
+        assert (await client.post(JOBS, json={"prompt": "a fox"})).status_code == 200
+        full = error_of(await client.post(JOBS, json={"prompt": "a fox", "n": 2}), 503)
+        assert full["code"] == "queue_full" and len((await client.get(JOBS)).json()["data"]) == 1
 
     with_client(ServeOptions(limits=Limits(frames=33, n=3, queue=2)), work)
