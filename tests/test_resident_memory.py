@@ -17,6 +17,7 @@ from diffusers_dlo.block_discovery import Selection
 from diffusers_dlo.byte_size import format_bytes
 from diffusers_dlo.device.interface import Platform
 from diffusers_dlo.resident_agreement import ResidentAgreement, Step
+from diffusers_dlo.transfers import Transfers
 from tests import toys
 from tests.ranks import run_ranks
 from tests.toys import feed, toy
@@ -394,10 +395,10 @@ def _copying_fails_while_filling(rank: int, size: int) -> None:
     model, reference = toy(toys.Stack, 6), toy(toys.Stack, 6)
     budget = int(1.4 * streamed_nbytes(model, size))
 
-    def fail(copies: Any) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
         raise ValueError("the copy failed")
 
-    with patch.object(pull_lane, "copy", fail if rank == 1 else pull_lane.copy):
+    with patch.object(Transfers, "copy", fail if rank == 1 else Transfers.copy):
         with pytest.raises(ValueError, match="the copy failed" if rank == 1 else "rank 1 failed: the copy failed"):
             apply_distributed_layerwise_offload(model, device_budget=budget, timeout=30.0)
     handle = apply_distributed_layerwise_offload(model, device_budget=budget)  # the group is as it was

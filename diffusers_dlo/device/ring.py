@@ -181,12 +181,12 @@ def make_views(
 ) -> BlockViews:
     """
     The views of one block in a buffer that holds all of it. `rank` is the shard this rank copies, of `shards`: to
-    `beside` and not into the buffer, if that is given.
+    `beside` and not into the buffer, if that is given and there are several.
     """
     shard_nbytes = layout.shard_nbytes(shards)
     base = rank * shard_nbytes if shards > 1 else 0
     with torch.inference_mode(False):
-        shard = buffer[base : base + shard_nbytes] if beside is None else beside[:shard_nbytes]
+        shard = buffer[base : base + shard_nbytes] if beside is None or shards == 1 else beside[:shard_nbytes]
         image = buffer[: shard_nbytes * shards]
         return BlockViews(
             copies=copy_pairs(shard, extents),

@@ -138,6 +138,25 @@ def test_where_inputs_lie(size: int) -> None:
         assert last.is_inside == {False} and last.inputs == 2
 
 
+class Linked(Platform):
+    """The CPU as a device behind a link, so that both transfers are timed."""
+
+    @property
+    def has_host_link(self) -> bool:
+        return True
+
+
+def _timed_both_ways(rank: int, size: int) -> None:
+    model, reference, handle = offload(Linked(CPU), transfer="auto", gather_in_place=False)
+    assert handle.transfer_timing is not None
+    assert is_same(model, reference, range(3))
+    handle.remove()
+
+
+def test_both_transfers_are_timed_with_inputs_beside_the_slots() -> None:
+    run_ranks(2, _timed_both_ways)
+
+
 def _on_late_streams(rank: int, size: int) -> None:
     """Blocks that stay whole too, which are gathered once, and what is staged where the device allows it."""
     plan = plan_distributed_layerwise_offload(toy(LateStack, WIDTHS[:5]), group_size=size)

@@ -433,6 +433,8 @@ def _fails_in_the_middle(rank: int, size: int, spoil: Callable, kinds: tuple, te
     run(first, first_reference, 0)
     platform = use(Link())
     process_engine._engine.platform = process_engine._engine.lanes._platform = platform
+    for lane in process_engine._engine.lanes.every:
+        lane.transfers.platform = platform
     model = toy(toys.Stack, 5)
     before = state(model)
     if rank == 1:
