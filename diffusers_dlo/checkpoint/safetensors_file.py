@@ -92,14 +92,32 @@ def peek_header(path: str) -> list[StoredTensor]:
     return stored
 
 
-def _parse_header(path: str) -> list[StoredTensor]:
+def read_metadata(path: str) -> dict[str, str]:
+    """
+    What the writer of a file has noted in its header.
+
+    Raises:
+        `RuntimeError`: the file cannot be read.
+    """
+    try:
+        metadata = _load_header(path)[0].get("__metadata__", {})
+        return {str(key): str(value) for key, value in metadata.items()}
+    except (OSError, ValueError, AttributeError, struct.error) as error:
+        raise damaged(path, error) from None
+
+
+def _load_header(path: str) -> tuple[dict[str, Any], int]:
+    """The header of a file as it stands there, and the byte at which the tensors begin."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > _LONGEST_HEADER:
             raise ValueError("its header is too large")
-        header = json.loads(file.read(length), object_pairs_hook=without_repeats)
+        return json.loads(file.read(length), object_pairs_hook=without_repeats), 8 + length
+
+
+def _parse_header(path: str) -> list[StoredTensor]:
+    header, begin = _load_header(path)
     header.pop("__metadata__", None)
-    begin = 8 + length
     stored = []
     for key, entry in header.items():
         start, stop = entry["data_offsets"]

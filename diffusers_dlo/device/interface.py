@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..coding.codec import ON_HOST, Codec
+
 
 Event = Any
 """A device event, opaque outside the platform room."""
@@ -57,6 +59,23 @@ class Platform:
     def waits_on_host(self) -> bool:
         """Whether the host itself has to wait for a collective, there being no stream that would."""
         return True
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """The names of the codecs that decode in this device's memory."""
+        return (ON_HOST,)
+
+    def open_codec(self, name: str) -> Codec:
+        """
+        One of `codecs`, but for that of the host.
+
+        Raises:
+            `RuntimeError`: this kind of device has no such codec, or its library is missing.
+        """
+        raise RuntimeError(
+            f"'{self.device.type}' devices have no codec '{name}'. Where it works, `diffusers-dlo pack --decode` "
+            "makes an ordinary checkpoint of a coded one; `pack --codec zstd` makes one that is read everywhere."
+        )
 
     @property
     def queues_variable(self) -> str | None:

@@ -1,7 +1,8 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns every vendor's name: what devices of each can do, how their backend for torch is loaded, and the options of
-their collectives. Must not know of blocks or passes, and is the only file that may ask which vendor a device is of.
+Owns every vendor's name, but for that of a codec's library: what devices of each can do, how their backend for torch
+is loaded, and the options of their collectives. Must not know of blocks or passes, and is the only file that may ask
+which vendor a device is of.
 
 [Note: Vendors]
     Torch's own device-agnostic calls do most (`AcceleratorPlatform`), for whatever vendor torch knows. What differs:
@@ -27,6 +28,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from diffusers.utils import logging
 
+from ..coding.codec import Codec
+from .ans_codec import ANS, AnsCodec
 from .backend_package import describe_mismatch, first_line, is_importable, name_version
 from .interface import Event, Platform, Stream
 
@@ -68,6 +71,10 @@ class AcceleratorPlatform(Platform):
     @property
     def registers_host_memory(self) -> bool:
         return False
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        return ()
 
     @property
     def has_host_link(self) -> bool:
@@ -175,6 +182,13 @@ class CudaPlatform(AcceleratorPlatform):
     @property
     def registers_host_memory(self) -> bool:
         return True
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        return (ANS,)
+
+    def open_codec(self, name: str) -> Codec:
+        return AnsCodec(self.device) if name == ANS else super().open_codec(name)
 
     @property
     def queues_variable(self) -> str | None:
