@@ -33,11 +33,12 @@ def rooms() -> SimpleNamespace:
         import compare
         import predicted
         import results
+        import scaling
         import sizes
         import variants
 
         modules = {"compare": compare, "predicted": predicted, "results": results}
-        return SimpleNamespace(**modules, sizes=sizes, variants=variants)
+        return SimpleNamespace(**modules, scaling=scaling, sizes=sizes, variants=variants)
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -214,3 +215,11 @@ def test_what_is_predicted_beside_a_row(rooms: SimpleNamespace) -> None:
         for name in ("all_gather-mapped-groups-of-2", "all_gather-mapped")
     ]
     assert [1e3 * time for time in times] == pytest.approx([252, 27.8e9 / 100e9 * 1e3], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ("nano", pytest.param("super", marks=pytest.mark.slow)))
+def test_the_tables_of_other_numbers_of_gpus(name: str, rooms: SimpleNamespace) -> None:
+    table = rooms.scaling.make_table(name)
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert table in page, f"docs/benchmarks.md lacks what python benchmarks/scaling.py prints:\n{table}"
+    assert table.count("| `all_gather`, groups of") == 3
