@@ -148,7 +148,7 @@ def _everything(rank: int, size: int, folder: Path) -> list[tuple[int, int, Coun
 def check_ranks(size: int, folder: Path) -> None:
     """All of it on `size` ranks, which cost most to start."""
     build("flux", 3).save_pretrained(folder)
-    for group, seen in zip((size // 2, size), zip(*run_ranks(size, _everything, folder))):
+    for group, seen in zip((size // 2, size), zip(*run_ranks(size, _everything, folder, timeout=240))):
         assert [passes for passes, _, _ in seen] == [rank % group for rank in range(size)]
         assert {passes + ghosts for passes, ghosts, _ in seen} == {group - 1}
         # A ghost moves what a rank that computes moves, but for the next pass's second shard, which only that copies.
