@@ -150,7 +150,8 @@ def test_where_an_image_is_cut() -> None:
     """Where a large tensor of another kind begins; small ones, and those that are no 16-bit floats, stay together."""
     small, count = torch.zeros(10), LARGE
     tensors = [
-        small, torch.zeros(count, dtype=BF16), small.clone(), torch.zeros(count, dtype=BF16), torch.zeros(count, dtype=F16),
+        small, torch.zeros(count, dtype=BF16), small.clone(), torch.zeros(count, dtype=BF16),
+        torch.zeros(count, dtype=F16),
         torch.zeros(count, dtype=F32), torch.zeros(4 * count, dtype=torch.int8), small.to(BF16),
         torch.zeros(count, dtype=BF16), torch.zeros(0), torch.zeros(5, dtype=torch.bool),
     ]  # fmt: skip
