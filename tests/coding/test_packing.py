@@ -286,7 +286,7 @@ def segments_shifted(path: Path) -> None:
 IN_THE_HEADER: dict[str, tuple[Callable[[Path], None], str]] = {
     "in the header": (in_header, "its header is not what was written"),
     "tensor renamed": (tensor_renamed, "its header is not what was written"),
-    "shard missing": (shard_missing, "'dlo_coded.blocks.1.1' is missing in its description"),
+    "shard missing": (shard_missing, "shard 1 of block 'blocks.1': it is not in the file"),
     "name twice": (name_twice, "is in it twice"),
     "other format": (described(format=2), "it is in format 2 of coded checkpoints"),
     "other ranks": (described(ranks=3), "has 2 shards for 3 ranks"),
