@@ -179,6 +179,8 @@ def _prepare(
         config = coded.fit(config, group.size) if coded is not None else config
         located = _validate(selection, transfers_of(selection, config, group.size))
         found = find_all(selection, config)
+        if coded is not None:
+            coded.check_streams({name: resident for name, (_, resident) in found.items()})
         stages = not platform.gathers_from_slots_only
         plan = build_plan(selection, found, config, group.size, stages=stages)
         engine = get_engine(platform, group)

@@ -15,6 +15,7 @@ from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
 from .block_discovery import FoundUnit
+from .coding.loading import coded_file_of
 from .config import DistributedLayerwiseOffloadConfig
 from .engine import Engine
 from .guards import Guards
@@ -163,13 +164,18 @@ class Attachment:
             raise lost
 
     def _restore(self, unit: Unit, device: torch.device | None) -> None:
-        values = self._engine.read(unit) if unit.key in self._stored else [None] * len(unit.tensors)
+        is_read = unit.key in self._stored and not self._stays_coded(unit)
+        values = self._engine.read(unit) if is_read else [None] * len(unit.tensors)
         for tensor, value in zip(unit.tensors, values):
             if value is not None:
                 value = tensor.born.detach() if tensor.kept else value
                 value = value.to(device or _home_of(tensor.original))
             tensor.restore(value)
         self._stored.discard(unit.key)
+
+    def _stays_coded(self, unit: Unit) -> bool:
+        """Whether enabling has failed, and its weights stay what they were before: coded, and without values."""
+        return coded_file_of(self.module) is not None and any(tensor.original.is_meta for tensor in unit.tensors)
 
 
 def _home_of(original: torch.Tensor) -> torch.device:

@@ -59,6 +59,8 @@ class ManagedTensor:
 
     def drop_original(self) -> None:
         """Lets go of the original's memory, whose bytes are in a host store now; who kept a reference reads NaN."""
+        if self.original.is_meta:  # coded: there never was any
+            return
         dropped = make_offload_placeholder(self.original, self.original.device)
         set_tensor_storage(self.original, dropped)
         self._twins.point_originals(dropped)

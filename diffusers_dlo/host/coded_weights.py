@@ -105,6 +105,18 @@ class CodedWeights:
             f"{other.repack_command(group_size)}"
         )
 
+    def check_streams(self, resident: Mapping[str, Sequence[OwnedTensor]]) -> None:
+        """
+        Refuses coded tensors that would not stream; `resident` are those of each component that do not.
+
+        Raises:
+            `RuntimeError`: naming one.
+        """
+        for component, owned in resident.items():
+            missing = next((item.name for item in owned if item.tensor.is_meta), None)
+            if missing is not None:
+                raise self._mismatch(component, missing, "and would not stream")
+
     def attach(self, plan: OffloadPlan, owned: Sequence[Sequence[OwnedTensor]]) -> OffloadPlan:
         """
         A plan by which coded blocks stream from their shards; `owned` are the tensors of its units.
@@ -133,12 +145,15 @@ class CodedWeights:
         file = self._files[component]
         block = file.blocks.get(unit.name)
         if block is None or block.digest != unit.digest or len(missing) < len(owned):
-            raise RuntimeError(
-                f"'{missing[0]}' of '{component}' is coded in '{file.path}', and not as a part of '{unit.name}' as "
-                "this model has it: 'blocks' are others, or the version of diffusers or of this package is. Decode "
-                "the checkpoint with `diffusers-dlo pack --decode`, and pack it anew."
-            )
+            raise self._mismatch(component, missing[0], f"and not as a part of '{unit.name}' as this model has it")
         return block
+
+    def _mismatch(self, component: str, tensor: str, how: str) -> RuntimeError:
+        return RuntimeError(
+            f"'{tensor}' of '{component}' is coded in '{self._files[component].path}', {how}: 'blocks' are others "
+            "than it was packed with, or the version of diffusers or of this package is. Decode the checkpoint with "
+            "`diffusers-dlo pack --decode`, and pack it anew."
+        )
 
     def rank_plans(self, kind: str, plan: OffloadPlan, coded: OffloadPlan) -> list[OffloadPlan]:
         """
@@ -175,7 +190,7 @@ class CodedWeights:
         The values of a coded block's tensors, on the host.
 
         Raises:
-            `RuntimeError`: it is damaged, or its file is not there any more.
+            `RuntimeError`: it is damaged, or its file cannot be found any more.
         """
         file = self._files[component]
         block = file.blocks[unit.name]
