@@ -22,6 +22,7 @@ from .coding.codec import ON_HOST, Codec, open_codec
 from .coding.coded_file import CodedFile, read_coded_file
 from .coding.loading import release
 from .coding.packing import write_coded
+from .coding.shard_coding import CODED_DTYPES
 from .coding.unpacking import Decoder, check_file
 from .config import DistributedLayerwiseOffloadConfig
 from .device.onload import default_device
@@ -75,6 +76,11 @@ def pack_checkpoint(
     ranks = 1 if ranks is None else ranks
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= _MOST_RANKS:
         raise ValueError(f"'ranks' must be a whole number from 1 to {_MOST_RANKS}, got {ranks!r}.")
+    if codec is not None and str(dtype).removeprefix("torch.") not in CODED_DTYPES:
+        raise ValueError(
+            f"'{dtype}' is not made smaller by coding, only 16-bit floats are. Pack with dtype bfloat16 or float16, "
+            "or without a codec."
+        )
     out = os.path.abspath(out)
     refuse_present(out)
     opened = None if codec is None else _open_codec(codec)
@@ -105,8 +111,8 @@ def pack_checkpoint(
             written.append(os.path.join(out, name, os.path.basename(path)))
         if opened is not None and not smaller:
             raise ValueError(
-                f"Coding makes no block of '{source}' smaller in {dtype}: only large tensors of 16-bit floats get "
-                "smaller. Pack it with dtype bfloat16 or float16, or without a codec."
+                f"Coding makes no block of '{source}' smaller: only large tensors of 16-bit floats get smaller, and "
+                "only where their exponents are alike, as those of weights are. Pack it without a codec."
             )
     return written
 

@@ -22,7 +22,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import nn
 
-from ..checkpoint.safetensors_file import damaged
+from ..checkpoint.safetensors_file import damaged, list_some
 from .coded_file import METHOD, CodedFile, CodedTensor, is_shard_key, read_coded_file
 from .coded_guard import guard_coded, unguard_coded
 
@@ -122,7 +122,7 @@ class CodedQuantizer(DiffusersQuantizer):
         """Refuses a file that lacks weights: the model would be left without values for them."""
         if missing_keys:
             assert self._coded is not None
-            raise damaged(self._coded.path, f"'{min(missing_keys)}' and {len(missing_keys) - 1} more are not in it")
+            raise damaged(self._coded.path, f"it lacks {list_some(sorted(missing_keys))}")
         return missing_keys
 
     @property

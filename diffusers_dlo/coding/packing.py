@@ -81,7 +81,7 @@ def write_coded(module: nn.Module, path: str, title: str, codec: Codec, ranks: i
     room = _room_for(empty, groups, candidates)
     with new_file(path) as fd:
         with progress(f"Coding {title}", sum(one.layout.nbytes for one in candidates)) as bar:
-            coder = _Coder(fd, room, codec, ranks, bar.update)
+            coder = _Coder(path, fd, room, codec, ranks, bar.update)
             for candidate in candidates:
                 coder.add(candidate)
         if not coder.blocks:
@@ -177,7 +177,7 @@ class _Coder:
     Codes blocks, and writes their shards one after the other.
 
     Args:
-        fd (`int`): of the file.
+        path (`str`), fd (`int`): of the file.
         begin (`int`): where in it the first shard is to lie.
         done (`Callable`): hears of bytes of weights as they are coded.
 
@@ -187,11 +187,13 @@ class _Coder:
         sizes (`dict[str, tuple[int, int]]`): of their bytes, see `CodedFile`.
     """
 
-    def __init__(self, fd: int, begin: int, codec: Codec, ranks: int, done: Callable[[int], object]) -> None:
+    def __init__(
+        self, path: str, fd: int, begin: int, codec: Codec, ranks: int, done: Callable[[int], object]
+    ) -> None:
         self.end = begin
         self.blocks: dict[str, CodedBlock] = {}
         self.sizes: dict[str, tuple[int, int]] = {}
-        self._fd, self._codec, self._ranks, self._done = fd, codec, ranks, done
+        self._path, self._fd, self._codec, self._ranks, self._done = path, fd, codec, ranks, done
         self._sums = CheckSums(codec.device)
 
     def add(self, block: _Candidate) -> None:
@@ -200,7 +202,7 @@ class _Coder:
         for shard in range(self._ranks):
             bounds = shard_bounds(nbytes, self._ranks, shard)
             coded, check_sum, segments = self._code(block, bounds)
-            place = FileRange("", self.end, coded.numel())
+            place = FileRange(self._path, self.end, coded.numel())
             shards.append(CodedShard(block.layout.name, bounds[0], bounds[1] - bounds[0], place, check_sum, segments))
             write_bytes(self._fd, coded.numpy().data, self.end)
             self.end += coded.numel()

@@ -185,7 +185,7 @@ def test_an_ordinary_model_once_it_was_enabled(host: str, folder: Path, tmp_path
     model.save_pretrained(tmp_path)
     saved = WanTransformer3DModel.from_pretrained(tmp_path, dtype=BF16)
     assert all(map(torch.equal, saved.parameters(), expected.parameters()))
-    assert torch.equal(model.half()(**inputs)[0], expected.half()(**inputs)[0])
+    assert all(map(torch.equal, model.half().parameters(), expected.half().parameters()))
 
 
 def test_guards_that_something_else_puts_back_are_ordinary_methods(folder: Path, tmp_path: Path) -> None:

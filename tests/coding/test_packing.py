@@ -90,7 +90,7 @@ def test_odd_models_come_back(tmp_path: Path) -> None:
     expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     coded = write_coded(model, str(tmp_path / WEIGHTS), "odd", ZstdCodec(), 5, BF16)
     mark_coded(str(tmp_path), BF16)
-    assert coded_file(tmp_path) == type(coded)(**{**vars(coded), "blocks": coded_file(tmp_path).blocks})
+    assert coded_file(tmp_path) == coded
     assert list(coded.blocks) == ["blocks.0", "blocks.1"]
     loaded = checkpoints.Odd.from_pretrained(tmp_path)
     found = coded_file_of(loaded)
@@ -275,6 +275,10 @@ def block_missing(path: Path) -> None:
     redescribe(path, lambda described: described["blocks"].pop())
 
 
+def weight_missing(path: Path) -> None:
+    rewrite(path, lambda header: header.update({"proj_out.bia": header.pop("proj_out.bias")}))
+
+
 def segments_shifted(path: Path) -> None:
     def shift(described: dict[str, Any]) -> None:
         segments = described["blocks"][1]["shards"][1]["segments"]
@@ -288,10 +292,12 @@ IN_THE_HEADER: dict[str, tuple[Callable[[Path], None], str]] = {
     "tensor renamed": (tensor_renamed, "its header is not what was written"),
     "shard missing": (shard_missing, "shard 1 of block 'blocks.1': it is not in the file"),
     "name twice": (name_twice, "is in it twice"),
-    "other format": (described(format=2), "it is in format 2 of coded checkpoints"),
+    "other format": (described(format=2), "is in format 2 of coded checkpoints"),
     "other ranks": (described(ranks=3), "has 2 shards for 3 ranks"),
     "other dtype": (described(dtype="float16"), "config.json says torch.bfloat16"),
-    "block missing": (block_missing, "are not in it|of no block"),
+    "block missing": (block_missing, "'dlo_coded.blocks.1.0' is in the file, and in no block that is described"),
+    "segments shifted": (segments_shifted, "'blocks.1': its segments do not follow each other"),
+    "weight missing": (weight_missing, "it lacks proj_out.bias[.]"),
     "tensor larger": (tensor_larger, "in the model that config.json describes"),
     "tensor unknown": (tensor_unknown, "is not in the model that config.json describes"),
 }
@@ -302,7 +308,6 @@ ELSEWHERE: dict[str, tuple[Callable[[Path], None], str]] = {
     "longer frame, forged": (longer_frame_forged, "coded shard of block 'blocks.1' .* is damaged: a run says"),
     "in an ordinary tensor": (in_ordinary_tensor, "its content is not what was written"),
     "shards swapped": (shards_swapped, "coded shard of block 'blocks.[01]' .* is damaged"),
-    "segments shifted": (segments_shifted, "is damaged: its segments do not follow each other"),
     "cut off": (cut_off, "cannot be used: it has"),
     "longer": (longer, "cannot be used"),
     "other codec": (described(codec="lz4"), "have no codec 'lz4'"),
@@ -360,7 +365,7 @@ def test_what_is_refused(
     assert "'ranks' is for coded checkpoints alone" in fails(capsys, source, out, "--ranks", "2")
     assert "from 1 to 64, got 65" in fails(capsys, source, out, "--ranks", "65", "--codec", "zstd")
     line = fails(capsys, source, out, "--codec", "zstd", "--dtype", "float32")
-    assert "no block" in line and "float32" in line and "Pack it with dtype bfloat16" in line
+    assert "'torch.float32' is not made smaller by coding" in line and "Pack with dtype bfloat16" in line
     for more in ([], ["--codec", "zstd"]):
         assert "is coded. Decode it with `diffusers-dlo pack --decode`" in fails(capsys, coded, out, *more)
     assert "has nothing that is coded" in fails(capsys, "--decode", source, out)
@@ -370,6 +375,8 @@ def test_what_is_refused(
     assert "lies inside of" in fails(capsys, "--decode", coded, f"{coded}/out")
     with pytest.raises(ValueError, match="from 1 to 64, got True"):
         pack_checkpoint(source, out, BF16, "zstd", True)
+    zoo.build("wan", 1).save_pretrained(tmp_path / "small")
+    assert "no block" in fails(capsys, str(tmp_path / "small"), out, "--codec", "zstd")
     zoo.build("t5", 1).save_pretrained(tmp_path / "t5")
     assert "no model of diffusers to code (only T5" in fails(capsys, str(tmp_path / "t5"), out, "--codec", "zstd")
     with monkeypatch.context() as patch:
@@ -382,7 +389,7 @@ def test_what_is_refused(
     shutil.copytree(sound, plain)
     shutil.copyfile(sound.parent / "in" / WEIGHTS, plain / WEIGHTS)
     assert "says that it is coded, and it is not" in fails(capsys, "--decode", str(plain), out)
-    assert sorted(os.listdir(tmp_path)) == ["plain", "t5"]
+    assert sorted(os.listdir(tmp_path)) == ["plain", "small", "t5"]
 
 
 def stopping_after(writes: int, error: BaseException) -> Callable[..., int]:
