@@ -19,11 +19,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .casts import run_dtype, run_nbytes
 from .checkpoint.mapped import FileRange
 from .tensor_utils import OwnedTensor
+
+
+if TYPE_CHECKING:
+    from .coding.coded_file import CodedBlock
 
 
 ALIGNMENT = 256
@@ -90,6 +94,8 @@ class BlockLayout:
     runs: tuple[FileRun, ...] = ()
     realigned: tuple[Realignment, ...] = ()
     memory_offset: int = 0
+    coded: CodedBlock | None = None
+    "Its coded shards, if it lies in such."
 
     def shard_nbytes(self, group_size: int) -> int:
         """Bytes of a rank's equal share of the padded image."""
@@ -101,6 +107,8 @@ class BlockLayout:
 
     def memory_nbytes(self, group_size: int) -> int:
         """Bytes of the padded image that a host store keeps in memory, because they are in no file."""
+        if self.coded is not None:
+            return 0
         return self.padded_nbytes(group_size) - self.memory_offset if self.nbytes > self.memory_offset else 0
 
     @cached_property
@@ -113,6 +121,8 @@ class BlockLayout:
         lines = [f"block '{self.name}' {self.nbytes} bytes{' (leaf)' if self.is_leaf else ''}"]
         lines += [f"  {t.name} {t.kind} at {t.offset} {t.dtype} {t.shape} stride {t.stride}" for t in self.tensors]
         lines += [f"  at {run.offset}: {run.nbytes} bytes at {run.file_offset} of {run.path}" for run in self.runs]
+        if self.coded is not None:
+            lines += [f"  coded at {shard.place}: {shard.check_sum}" for shard in self.coded.shards]
         return "\n".join(lines)
 
 

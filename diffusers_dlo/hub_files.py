@@ -14,6 +14,7 @@ from typing import Any
 
 from .checkpoint.files import find_checkpoint
 from .checkpoint.safetensors_file import StoredTensor, peek_header
+from .coding.coded_file import METADATA_KEY, CodedFile, parse_description, read_coded_file
 
 
 _SMALL = ["*model_index.json", "*config.json", "*.safetensors.index.json"]
@@ -135,11 +136,41 @@ class CheckpointFolder:
             )
         return [stored for name in self.weights(component) for stored in self._header(component, name)]
 
+    def coded_file(self, component: str = "") -> CodedFile | None:
+        """
+        What a component's file says of its coded blocks; None if it has none.
+
+        Raises:
+            as `headers`; `RuntimeError`: it contradicts itself.
+        """
+        for name in self.weights(component):
+            path = os.path.join(self.path(component), name)
+            if os.path.isfile(path):
+                found = read_coded_file(path)
+            else:
+                text = self._ask(component, name).metadata.get(METADATA_KEY)
+                place, stored = self._remote(component, name), list(self._header(component, name))
+                found = None if text is None else parse_description(place, text, stored)
+            if found is not None:
+                return found
+        return None
+
     def _header(self, component: str, name: str) -> Iterable[StoredTensor]:
         path = os.path.join(self.path(component), name)
         if os.path.isfile(path):
             return peek_header(path)
-        remote = f"{component}/{name}" if component else name
+        remote = self._remote(component, name)
+        return [
+            StoredTensor(key, remote, info.dtype, tuple(info.shape), info.data_offsets[0], _length(info.data_offsets))
+            for key, info in self._ask(component, name).tensors.items()
+        ]
+
+    def _remote(self, component: str, name: str) -> str:
+        return f"{component}/{name}" if component else name
+
+    def _ask(self, component: str, name: str) -> Any:
+        """The header of a file on the Hub."""
+        remote = self._remote(component, name)
         if remote not in self.remote:
             raise ValueError(
                 f"{self.describe(component)} has no file '{name}', which belongs to it. "
@@ -148,13 +179,9 @@ class CheckpointFolder:
         from huggingface_hub import parse_safetensors_file_metadata
 
         try:
-            tensors = parse_safetensors_file_metadata(self.model, remote).tensors
+            return parse_safetensors_file_metadata(self.model, remote)
         except Exception as error:  # see above
             raise ValueError(f"The header of '{remote}' is not to be had ({_first_line(error)}).") from error
-        return [
-            StoredTensor(key, remote, info.dtype, tuple(info.shape), info.data_offsets[0], _length(info.data_offsets))
-            for key, info in tensors.items()
-        ]
 
     def _names(self, component: str) -> set[str]:
         here = self.path(component)

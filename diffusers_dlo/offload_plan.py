@@ -148,15 +148,20 @@ class OffloadPlan:
     @property
     def host_nbytes_per_rank(self) -> int:
         """
-        Host bytes that one rank accounts for: an equal part of the one copy per host with a packed store; with a
-        pinned one its shards, and every unit it copies whole.
+        Host bytes that one rank accounts for: an equal part of the one copy per host, coded blocks as they are unless
+        the store is packed; with a pinned one its shards, and every unit it copies whole.
         """
         if self.host == "pinned":
             return sum(
                 unit.padded_nbytes(1) if self.whole_on_rank(c, unit) else unit.shard_nbytes(self.group_size)
                 for c, unit in self.units
             )
-        return sum(unit.shard_nbytes(self.group_size) for _, unit in self.units)
+        return sum(
+            unit.shard_nbytes(self.group_size)
+            if unit.coded is None or self.host == "packed"
+            else -(-unit.coded.coded_nbytes // self.group_size)
+            for _, unit in self.units
+        )
 
     def as_local(self) -> OffloadPlan:
         """The plan that `transfer="local"` makes of the same components: they share a ring, which stays."""

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from .byte_size import format_bytes
 from .tables import render_plan, render_table
-from .usage_code import code_to_paste
+from .usage_code import code_to_paste, pack_command
 
 
 if TYPE_CHECKING:
+    from .offload_plan import ComponentPlan
     from .outline import Outline
     from .prediction import Machine, Option, Prediction
     from .simulation import Simulation
@@ -24,25 +25,42 @@ def render_prediction(outline: Outline, prediction: Prediction) -> str:
     shown = prediction.best or prediction.options[0]
     parts = [
         render_plan(shown.plan),
-        _render_files(outline),
+        _render_files(outline, shown),
         _render_memory(prediction.machine, shown),
         _render_options(prediction),
         *_render_encoders(shown),
         _render_assumptions(prediction, shown),
+        *_render_coding(outline, prediction),
     ]
     if prediction.scaling:
         parts.append(_render_scaling(prediction))
     return "\n\n".join(parts)
 
 
-def _render_files(outline: Outline) -> str:
+def _render_files(outline: Outline, option: Option) -> str:
     dtype = str(outline.dtype).removeprefix("torch.")
-    if not outline.cast_nbytes:
-        return f"dtype:  {dtype}, as in the files: weights stream from their page cache (mapped)"
-    return (
-        f"dtype:  {dtype}; {format_bytes(outline.cast_nbytes)} are in another dtype in the files, and are cast and "
-        "kept in shared memory (packed)"
-    )
+    if outline.cast_nbytes:
+        lines = [
+            f"dtype:  {dtype}; {format_bytes(outline.cast_nbytes)} are in another dtype in the files, and are cast "
+            "and kept in shared memory (packed)"
+        ]
+    else:
+        lines = [f"dtype:  {dtype}, as in the files: weights stream from their page cache (mapped)"]
+    for name, file in outline.coded.items():
+        lines.append(
+            f"coded:  '{name}' by '{file.codec}' for {_ranks(file.ranks)}; {format_bytes(outline.file_nbytes)} of "
+            "files in all, and blocks stream as they lie there"
+        )
+        if option.plan.group_size not in (1, file.ranks):
+            lines.append(
+                f"        {_ranks(option.plan.group_size)} cannot share its shards, so each copies whole blocks; to "
+                f"have it for {option.plan.group_size}: {file.repack_command(option.plan.group_size)}"
+            )
+    return "\n".join(lines)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def _render_memory(machine: Machine, option: Option) -> str:
@@ -52,10 +70,11 @@ def _render_memory(machine: Machine, option: Option) -> str:
         ["", "placed", format_bytes(memory.placed)],
         ["", "largest leaf, on demand", format_bytes(memory.on_demand)],
         ["", "residents", format_bytes(memory.residents)],
+        *([["", "decoding (at most)", format_bytes(memory.decoding)]] if memory.decoding else []),
         ["", "activations (estimate)", format_bytes(memory.activations)],
         ["", "in all", format_bytes(memory.total)],
         ["", "there is, with a margin", _amount(machine.usable_nbytes)],
-        ["host", "mapped or packed, once", format_bytes(option.host_nbytes)],
+        ["host", "coded, once" if memory.decoding else "mapped or packed, once", format_bytes(option.host_nbytes)],
         ["", "pinned, all ranks", format_bytes(option.pinned_nbytes)],
         ["", "there is", _amount(machine.host_nbytes)],
     ]
@@ -100,11 +119,46 @@ def _render_assumptions(prediction: Prediction, option: Option) -> str:
         f"          {format_milliseconds(compute)} ms of computing ({source})",
         "to limit: the time divided by the larger of computing and copying, each alone",
     ]
+    if option.decode_seconds:
+        lines.insert(
+            2,
+            f"          {format_milliseconds(option.decode_seconds)} ms of decoding, at {links.decode / 1e9:g} GB/s "
+            "of weights, while computing stands still",
+        )
     if any(one.gather == "pull" for one in prediction.options):
         lines.append(
             "pull:     only where the devices can map each other's memory; it takes no part of the compute units"
         )
     return "\n".join(lines)
+
+
+_SETS = {"copies": "copies set", "gathers": "gathers set", "computing": "computing sets"}
+
+
+def _render_coding(outline: Outline, prediction: Prediction) -> list[str]:
+    """What coded weights bring, or would."""
+    coding = prediction.coding
+    if coding is None:
+        return []
+    plain, coded, links = coding.plain, coding.coded, prediction.machine.links
+    verdict = "help" if coding.helps else "make no forward faster"
+    verdict = f"coded weights {verdict}" if coding.is_coded else f"coded weights would {verdict}"
+    time = f"{format_milliseconds(coded.seconds)} ms a forward in place of {format_milliseconds(plain.seconds)}"
+    memory = f"{format_bytes(coded.host_nbytes)} of host memory in place of {format_bytes(plain.host_nbytes)}"
+    lines = [f"coding:   {verdict}, since {_SETS[plain.bound]} the time: {time}", f"          and {memory}"]
+    if coded.memory.decoding:
+        lines[1] += (
+            f"; decoding takes {format_milliseconds(coded.decode_seconds)} ms of it, and at most "
+            f"{format_bytes(coded.memory.decoding)} of each device"
+        )
+    if not coding.is_coded:
+        lines.append(
+            f"          (assumed: {prediction.machine.coded_ratio:g} of the bytes, {links.decode / 1e9:g} GB/s of "
+            "weights; for devices that have the codec)"
+        )
+        if coding.helps:
+            lines.append(f"          {pack_command(outline, coded.plan.group_size)}")
+    return ["\n".join(lines)]
 
 
 def _render_scaling(prediction: Prediction) -> str:
@@ -136,6 +190,7 @@ def as_values(outline: Outline, prediction: Prediction) -> dict[str, Any]:
             "h2d_bytes_per_second": prediction.machine.links.h2d,
             "gather_bytes_per_second": prediction.machine.links.gather,
             "gather_slowdown": prediction.machine.links.gather_slowdown,
+            "decode_bytes_per_second": prediction.machine.links.decode,
             "tokens": prediction.work.tokens,
             "text_tokens": prediction.work.text_tokens,
             "compute": "estimate" if prediction.work.compute_seconds is None else "given",
@@ -153,6 +208,7 @@ def as_values(outline: Outline, prediction: Prediction) -> dict[str, Any]:
                 "streamed_bytes": component.streamed_nbytes,
                 "on_demand_bytes": sum(leaf.nbytes for leaf in component.leaves),
                 "placed_bytes": component.placed_nbytes,
+                **_coded_values(outline, component),
             }
             for component in prediction.options[0].plan.components
         ]
@@ -162,12 +218,35 @@ def as_values(outline: Outline, prediction: Prediction) -> dict[str, Any]:
         ],
         "options": [_option_values(option) for option in prediction.options],
         "recommended": None if prediction.best is None else prediction.options.index(prediction.best),
+        "coding": _coding_values(prediction),
         "shortfalls": list(prediction.shortfalls),
         "code": code_to_paste(outline, prediction),
         "simulated": [
             {"devices": scale.devices, "hosts": scale.hosts, **_option_values(scale.option)}
             for scale in prediction.scaling
         ],
+    }
+
+
+def _coded_values(outline: Outline, component: ComponentPlan) -> dict[str, Any]:
+    """What a coded component has beside others."""
+    file = outline.coded.get(component.name)
+    if file is None:
+        return {}
+    nbytes = sum(block.coded_nbytes for block in file.blocks.values())
+    return {"codec": file.codec, "coded_ranks": file.ranks, "coded_bytes": nbytes}
+
+
+def _coding_values(prediction: Prediction) -> dict[str, Any] | None:
+    coding = prediction.coding
+    if coding is None:
+        return None
+    return {
+        "is_coded": coding.is_coded,
+        "assumed_ratio": None if coding.is_coded else prediction.machine.coded_ratio,
+        "helps": coding.helps,
+        "plain": _option_values(coding.plain),
+        "coded": _option_values(coding.coded),
     }
 
 
@@ -187,6 +266,7 @@ def _option_values(option: Option) -> dict[str, Any]:
                 "seconds": forward.seconds,
                 "compute_seconds": forward.simulation.compute_seconds,
                 "copy_seconds": forward.simulation.copy_seconds,
+                "decode_seconds": forward.simulation.decode_seconds,
                 "exposed_seconds": forward.simulation.exposed_seconds,
                 "link_idle": forward.simulation.link_idle,
                 "h2d_bytes": forward.simulation.h2d_nbytes,
@@ -200,6 +280,7 @@ def _option_values(option: Option) -> dict[str, Any]:
             "on_demand": memory.on_demand,
             "residents": memory.residents,
             "activations_estimate": memory.activations,
+            "decoding": memory.decoding,
             "total": memory.total,
         },
         "host_weights_bytes": option.host_nbytes,
@@ -221,6 +302,8 @@ def draw_timeline(simulation: Simulation, title: str, path: str) -> None:
     figure = Figure(figsize=(12, 3), layout="constrained")
     axes = figure.subplots()
     lanes: Sequence[str] = ("compute", "gather", "copy")
+    if simulation.decode_seconds:
+        lanes = ("compute", "gather", "decode", "copy")
     for height, lane in enumerate(lanes):
         spans = [span for span in simulation.spans if span.stream == lane]
         for shade in (0, 1):  # neighbours are told apart

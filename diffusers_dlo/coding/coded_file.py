@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,17 +157,25 @@ def read_coded_file(path: str) -> CodedFile | None:
     Raises:
         `RuntimeError`: the file is cut off, or what it says of itself is of another format, or contradicts itself.
     """
-    stored = {one.key: one for one in peek_header(path)}
+    stored = peek_header(path)
     text = read_metadata(path).get(METADATA_KEY)
-    if text is None:
-        return None
+    return None if text is None else parse_description(path, text, stored)
+
+
+def parse_description(path: str, text: str, stored: Sequence[StoredTensor]) -> CodedFile:
+    """
+    The same from the parts of a header, of a file that may be elsewhere.
+
+    Raises:
+        `RuntimeError`: as `read_coded_file`.
+    """
     try:
         described = json.loads(text)
         if described["format"] != FORMAT:
             raise ValueError(
                 f"it is in format {described['format']!r} of coded checkpoints, and this version reads {FORMAT}"
             )
-        return _parse(path, described, stored)
+        return _parse(path, described, {one.key: one for one in stored})
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         reason = f"{error} is missing in its description" if isinstance(error, KeyError) else error
         raise damaged(path, reason) from error
