@@ -29,6 +29,7 @@ from .block_discovery import get_blocks_attr_names, get_blocks_from_dit, set_blo
 from .block_layout import BlockLayout
 from .checkpoint.loading import mapped_loading
 from .checkpoint.remap import load_mapped_checkpoint
+from .coding.loading import register
 from .concurrency import ConcurrentGenerationError, generate_concurrently
 from .config import DistributedLayerwiseOffloadConfig
 from .offload_plan import OffloadPlan, plan_distributed_layerwise_offload
@@ -40,6 +41,7 @@ from .weight_value import host_view
 
 
 install((DiffusionPipeline, ModularPipeline), ModelMixin)
+register()
 
 __all__ = [
     "BlockLayout",

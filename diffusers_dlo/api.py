@@ -20,6 +20,7 @@ from torch import nn
 from .attachment import Attachment, get_handle
 from .block_discovery import Selection
 from .checkpoint.mapped import FileRange, FileStamp, Located, locate_tensors
+from .coding.loading import release as release_coded
 from .comparison import compare, digest_of, sample_weights
 from .config import DistributedLayerwiseOffloadConfig
 from .device.interface import Platform
@@ -32,6 +33,8 @@ from .guards import is_guarded
 from .handle import OffloadHandle
 from .host.cache import WeightCache
 from .host.choice import create_store
+from .host.coded import CodedStore
+from .host.coded_weights import CodedWeights, find_coded
 from .host.offer import files_digest, offer_mapped, rank_plans, usable_ranges
 from .host.store import HostStore
 from .interrupts import interrupts
@@ -134,7 +137,7 @@ def _enable_in_group(
     with torch.inference_mode(False), torch.no_grad():
         with world.agreement({}, interruptible=False):  # the groups of a mesh, or of several hosts, refuse together
             prepared = _prepare(choose, resolved, platform, group, failure)
-        return _commit(prepared, resolved, platform, group)
+        return _commit(prepared, platform, group)
 
 
 def _resolve(
@@ -150,12 +153,14 @@ def _resolve(
 class _Prepared:
     """What enabling will do, once all ranks know that they can."""
 
+    config: DistributedLayerwiseOffloadConfig
     selection: Selection
     plans: list[OffloadPlan]
     "The plan for each kind of host store that may be used, in order of preference."
     stamps: dict[str, FileStamp]
     engine: Engine
     parts: list[Attachment]
+    coded: CodedWeights | None = None
 
 
 def _prepare(
@@ -170,6 +175,8 @@ def _prepare(
         if failure is not None:
             raise failure
         selection = choose(config)
+        coded = find_coded(selection, platform)
+        config = coded.fit(config, group.size) if coded is not None else config
         located = _validate(selection, transfers_of(selection, config, group.size))
         found = find_all(selection, config)
         stages = not platform.gathers_from_slots_only
@@ -188,16 +195,20 @@ def _prepare(
         lines += [f"device_budget {config.device_budget!r}"]  # `num_slots` follows from it
         lines += [f"gather {config.gather}", f"gather_in_place {config.gather_in_place}"]
         lines += [*plan.summary_lines(), f"transfer {config.transfer}"]
-        loose_lines = sample_weights(plan, owned, skip=located.ranges) if group.size > 1 else []
+        lines += coded.lines() if coded is not None else ()
+        unread = {id(item.tensor) for tensors in owned for item in tensors if item.tensor.is_meta}
+        loose_lines = sample_weights(plan, owned, skip=located.ranges.keys() | unread) if group.size > 1 else []
         said |= {"digest": digest_of(lines), "weights": digest_of(loose_lines)}
         said |= {"files": files_digest(located, owned), "mapped": offer.digest, "loose": offer.loose}
     compare(group, replies, lines)
     if len({reply["files"] for reply in replies}) == 1:
         compare(group, [{"digest": reply["weights"]} for reply in replies], loose_lines)
+    elif coded is not None:
+        raise RuntimeError("Ranks loaded a coded checkpoint from different files. Load the same on all.")
     else:
         _compare_all_weights(plan, owned, group)
     cached = None
-    if _caches(config, max(reply["loose"] for reply in replies), platform):
+    if coded is None and _caches(config, max(reply["loose"] for reply in replies), platform):
         cached = WeightCache(str(config.cache_dir), plan, owned, located, group).open()
     digests = [reply["mapped"] for reply in replies]
     if cached is not None:
@@ -205,8 +216,12 @@ def _prepare(
             offer = offer_mapped(build, owned, *cached)
             said["mapped"] = offer.digest
         digests = [reply["mapped"] for reply in replies]
+    if coded is not None:
+        from_shards = coded.attach(build(usable_ranges(located, owned)[0]), owned)
+        plans = coded.rank_plans(config.host, plan, from_shards)
+        return _Prepared(config, selection, plans, {**located.stamps, **coded.stamps}, engine, parts, coded)
     plans = rank_plans(config.host, plan, offer, digests, platform)
-    return _Prepared(selection, plans, offer.stamps, engine, parts)
+    return _Prepared(config, selection, plans, offer.stamps, engine, parts)
 
 
 def _caches(config: DistributedLayerwiseOffloadConfig, loose: float, platform: Platform) -> bool:
@@ -246,17 +261,19 @@ def _validate(selection: Selection, transfers: Mapping[str, str]) -> Located:
     return located
 
 
-def _commit(
-    prepared: _Prepared, config: DistributedLayerwiseOffloadConfig, platform: Platform, group: OffloadGroup
-) -> OffloadHandle:
-    selection, engine, parts = prepared.selection, prepared.engine, prepared.parts
+def _commit(prepared: _Prepared, platform: Platform, group: OffloadGroup) -> OffloadHandle:
+    config, selection, engine, parts = prepared.config, prepared.selection, prepared.engine, prepared.parts
+    codec = prepared.coded.codec if prepared.coded is not None else None
     if any(component.transfer == "all_gather" for component in prepared.plans[0].components):
         with group.agreement("enable: communicator"):
             open_gather(group, platform, config.timeout, config.gather_in_place, engine.idle)
-    store = create_store(prepared.plans, group, platform, prepared.stamps)
+    store = create_store(prepared.plans, group, platform, prepared.stamps, codec)
     moved: list[Move] = []
     with ExitStack() as undo:
         undo.callback(store.close)
+        if isinstance(store, CodedStore):
+            with group.agreement("enable: check sums"):
+                store.check_sums()
         undo.callback(put_back, moved)
         for part in parts:
             undo.callback(part.detach)
@@ -264,7 +281,7 @@ def _commit(
             for part, component in zip(parts, store.plan.components):
                 part.attach_to_engine(component, store, config)
             move_tensors(_resident(parts, selection.placed), platform.device, moved, aligned=True)
-        _fill_store(parts, store, group)
+        _fill_store(parts, store, group, prepared.coded)
         components = [part.component for part in parts]
         plan, timing = choose_transfer(store.plan, components, engine, config)
         residents = ResidentMemory(engine, plan, config)
@@ -281,6 +298,7 @@ def _commit(
         undo.pop_all()
     for part in parts:  # nobody can fail any more
         part.drop_all_originals()
+        release_coded(part.module)
     names = ", ".join(part.component.name for part in parts)
     logger.info(f"Streaming to '{platform.device}' from a {store.kind} host store: {names}")
     return handle
@@ -295,7 +313,9 @@ def _resident(parts: Sequence[Attachment], placed: Mapping[str, nn.Module]) -> l
     ]
 
 
-def _fill_store(parts: Sequence[Attachment], store: HostStore, group: OffloadGroup) -> None:
+def _fill_store(
+    parts: Sequence[Attachment], store: HostStore, group: OffloadGroup, coded: CodedWeights | None
+) -> None:
     """
     Fills the store, unit by unit, with what is in no file. A unit's originals are let go once all ranks have written
     it, where the store could give the whole of it back: the peak is one copy of the model and not two.
@@ -313,7 +333,10 @@ def _fill_store(parts: Sequence[Attachment], store: HostStore, group: OffloadGro
     ) as bar:
         for part, unit in units:
             with group.agreement("enable: store"):
-                store.write(unit.key, [tensor.original for tensor in unit.tensors])
+                values = [tensor.original for tensor in unit.tensors]
+                if coded is not None and any(value.is_meta for value in values):
+                    values = coded.values(part.component.plan.name, unit.layout)
+                store.write(unit.key, values)
             if store.is_whole(unit.key):
                 part.drop_originals(unit)
             bar.update(unit.layout.nbytes - unit.layout.memory_offset)

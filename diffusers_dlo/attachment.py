@@ -167,6 +167,11 @@ class Attachment:
         for tensor, value in zip(unit.tensors, values):
             if value is not None:
                 value = tensor.born.detach() if tensor.kept else value
-                value = value.to(device or tensor.original.device)
+                value = value.to(device or _home_of(tensor.original))
             tensor.restore(value)
         self._stored.discard(unit.key)
+
+
+def _home_of(original: torch.Tensor) -> torch.device:
+    """Where the value of a tensor goes back to: one that was never anywhere, since it is coded, to the host."""
+    return torch.device("cpu") if original.is_meta else original.device

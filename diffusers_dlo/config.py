@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TRANSFERS = ("auto", "all_gather", "local")
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 UNEVEN = ("ghost", "error")
-HOSTS = ("auto", "mapped", "packed", "pinned")
+HOSTS = ("auto", "coded", "mapped", "packed", "pinned")
 GATHERS = ("auto", "collective", "pull")
 
 
@@ -47,10 +47,11 @@ class DistributedLayerwiseOffloadConfig:
             with a `device_budget`.
         host (`str`, defaults to `"auto"`):
             Where the bytes live. `"mapped"`: in the safetensors files they were loaded from, whose page cache all
-            ranks of a host share; weights that are in no file (cast, changed) as with `"packed"`. `"packed"`: one
-            shared-memory file per host. `"pinned"`: page-locked memory of each rank (its shard with `all_gather`,
-            whole blocks with `local`). `"auto"`: the first of these that works on all ranks; on devices that read only
-            memory which they allocated, `"pinned"`, or `"packed"` where that takes far less.
+            ranks of a host share; weights that are in no file (cast, changed) as with `"packed"`. `"coded"`: in the
+            coded checkpoint they were loaded from, decoded by the device. `"packed"`: one shared-memory file per host.
+            `"pinned"`: page-locked memory of each rank (its shard with `all_gather`, whole blocks with `local`).
+            `"auto"`: `"coded"` for a coded checkpoint, else the first of the others that works on all ranks; on
+            devices that read only memory which they allocated, `"pinned"`, or `"packed"` where that takes far less.
         cache_dir (`str` or `os.PathLike`, *optional*):
             A directory to stream from. Where more than a tenth of the weights is in no file as it is used, because it
             was cast or changed, all that streams is written there once, and later starts find it.

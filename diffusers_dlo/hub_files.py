@@ -14,10 +14,12 @@ from typing import Any
 
 from .checkpoint.files import find_checkpoint
 from .checkpoint.safetensors_file import StoredTensor, peek_header
-from .coding.coded_file import METADATA_KEY, CodedFile, parse_description, read_coded_file
+from .coding.coded_file import METADATA_KEY, CodedFile, parse_coded_file, read_coded_file
 
 
 _SMALL = ["*model_index.json", "*config.json", "*.safetensors.index.json"]
+_PATIENCE = 10
+"""Seconds, as for the rest of a header."""
 _USUAL = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 
 
@@ -145,12 +147,7 @@ class CheckpointFolder:
         """
         for name in self.weights(component):
             path = os.path.join(self.path(component), name)
-            if os.path.isfile(path):
-                found = read_coded_file(path)
-            else:
-                text = self._ask(component, name).metadata.get(METADATA_KEY)
-                place, stored = self._remote(component, name), list(self._header(component, name))
-                found = None if text is None else parse_description(place, text, stored)
+            found = read_coded_file(path) if os.path.isfile(path) else self._ask_coded(component, name)
             if found is not None:
                 return found
         return None
@@ -164,6 +161,29 @@ class CheckpointFolder:
             StoredTensor(key, remote, info.dtype, tuple(info.shape), info.data_offsets[0], _length(info.data_offsets))
             for key, info in self._ask(component, name).tensors.items()
         ]
+
+    def _ask_coded(self, component: str, name: str) -> CodedFile | None:
+        """As `coded_file`, of one file on the Hub."""
+        metadata = self._ask(component, name).metadata
+        if METADATA_KEY not in metadata:
+            return None
+        remote = self._remote(component, name)
+        begin = 8 + self._ask_length(remote)
+        stored = [one._replace(offset=begin + one.offset) for one in self._header(component, name)]
+        return parse_coded_file(f"{self.model}/{remote}", stored, metadata)
+
+    def _ask_length(self, remote: str) -> int:
+        """Bytes of the header of a file on the Hub, which stand in its first eight."""
+        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+        try:
+            headers = {**build_hf_headers(), "Range": "bytes=0-7"}
+            answer = get_session().get(hf_hub_url(self.model, remote), headers=headers, timeout=_PATIENCE)
+            hf_raise_for_status(answer)
+            return int.from_bytes(answer.content[:8], "little")
+        except Exception as error:  # see above
+            raise ValueError(f"The header of '{remote}' is not to be had ({_first_line(error)}).") from error
 
     def _remote(self, component: str, name: str) -> str:
         return f"{component}/{name}" if component else name

@@ -81,7 +81,7 @@ class Lane:
         self.finish()
         self.components[component.name] = component
         self.num_slots = max(self.num_slots, num_slots)
-        self.transfers.fit_pinned(component.blocks)
+        self.transfers.fit(component.blocks)
         if self.transient:
             self._drop_ring()
         else:
@@ -91,7 +91,7 @@ class Lane:
         """As `add`, and slots are made at the next use."""
         self.components[component.name] = component
         self.num_slots = max(self.num_slots, num_slots)
-        self.transfers.fit_pinned(component.blocks)
+        self.transfers.fit(component.blocks)
         self._drop_ring()
 
     def remove(self, component: Component, shrink: bool = True) -> None:
@@ -144,8 +144,8 @@ class Lane:
 
     @property
     def device_nbytes(self) -> int:
-        """Device bytes of the slots that exist now."""
-        return self.ring.nbytes if self.ring is not None else 0
+        """Device bytes of the slots that exist now, and of what blocks are decoded from."""
+        return (self.ring.nbytes if self.ring is not None else 0) + self.transfers.decoder_nbytes
 
     @property
     def pinned_nbytes(self) -> int:
@@ -186,7 +186,7 @@ class Lane:
             self.ring.close()
             self.ring = None
         if not self.components:
-            self.transfers.drop_pinned()
+            self.transfers.drop()
 
     # What hooks call
 

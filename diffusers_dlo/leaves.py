@@ -40,7 +40,7 @@ class Leaves:
     def add(self, leaves: Iterable[Unit]) -> None:
         """Leaves that may be called from now on."""
         self._known.update(leaves)
-        self._transfers.fit_pinned(self._known)
+        self._transfers.fit(self._known)
 
     def acquire(self, leaf: Unit) -> None:
         """Fetches a leaf, unless it is there already, on the current stream: the allocator then knows its use."""
@@ -64,7 +64,7 @@ class Leaves:
         buffer = self._platform.empty(leaf.layout.padded_nbytes(1))
         copies = copy_pairs(buffer, leaf.extents)
         self._transfers.copy_now(leaf, copies)
-        self._counters.on_demand_nbytes += sum(source.numel() for _, source in copies)
+        self._counters.on_demand_nbytes += sum(copy.source.numel() for copy in copies)
         realign(realigned_parts(leaf.layout, buffer))
         if leaf.arrived is None:
             leaf.arrived = self._platform.new_event()
@@ -94,4 +94,4 @@ class Leaves:
             leaf.leave()
         self._known.difference_update(leaves)
         if not self._known:
-            self._transfers.drop_pinned()
+            self._transfers.drop()

@@ -82,12 +82,19 @@ class OffloadPlan:
     @property
     def files(self) -> list[str]:
         """The paths of the files that units lie in."""
-        return sorted({run.path for _, unit in self.units for run in unit.runs})
+        paths = {run.path for _, unit in self.units for run in unit.runs}
+        coded = (unit.coded for _, unit in self.units if unit.coded is not None)
+        return sorted(paths | {shard.place.path for block in coded for shard in block.shards})
 
     @property
     def streamed_nbytes(self) -> int:
         """Bytes of all blocks, without padding."""
         return sum(component.streamed_nbytes for component in self.components)
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Bytes of all blocks as they are copied: coded ones as their coded shards."""
+        return sum(block.nbytes if block.coded is None else block.coded.coded_nbytes for block in self.blocks)
 
     def shards(self, component: ComponentPlan) -> int:
         """In how many shards the blocks of `component` cross the host link."""
@@ -148,20 +155,17 @@ class OffloadPlan:
     @property
     def host_nbytes_per_rank(self) -> int:
         """
-        Host bytes that one rank accounts for: an equal part of the one copy per host, coded blocks as they are unless
-        the store is packed; with a pinned one its shards, and every unit it copies whole.
+        Host bytes that one rank accounts for: an equal part of the one copy per host with a packed store; with a
+        pinned one its shards, and every unit it copies whole.
         """
         if self.host == "pinned":
             return sum(
                 unit.padded_nbytes(1) if self.whole_on_rank(c, unit) else unit.shard_nbytes(self.group_size)
                 for c, unit in self.units
             )
-        return sum(
-            unit.shard_nbytes(self.group_size)
-            if unit.coded is None or self.host == "packed"
-            else -(-unit.coded.coded_nbytes // self.group_size)
-            for _, unit in self.units
-        )
+        coded = sum(unit.coded.coded_nbytes for _, unit in self.units if unit.coded is not None)
+        plain = sum(unit.shard_nbytes(self.group_size) for _, unit in self.units if unit.coded is None)
+        return plain + -(-coded // self.group_size)
 
     def as_local(self) -> OffloadPlan:
         """The plan that `transfer="local"` makes of the same components: they share a ring, which stays."""

@@ -36,16 +36,18 @@ class OffloadReport:
     each component, 16 at most. The fields for them are empty where nothing was timed. `print` it.
 
     Attributes:
-        host_kind (`str`): where the bytes live: `"mapped"`, `"packed"`, `"mapped+packed"` or `"pinned"`.
+        host_kind (`str`): where the bytes live: `"mapped"`, `"packed"`, `"pinned"` or `"coded"`; several kinds are
+            joined by `+`.
         transfer (`str`): how blocks reach the device; several kinds are joined by `+`.
         passes (`int`): passes that this rank computed.
         ghost_passes (`int`): passes in which this rank only transferred, for other ranks.
         skipped_blocks (`int`): blocks that complete forwards left out of those that earlier ones computed, or that a
             step cache decided about; summed over the forwards.
-        h2d_bytes (`int`): copied from the host to the device for blocks.
+        h2d_bytes (`int`): copied from the host to the device for blocks, coded ones as they are coded.
+        decoded_bytes (`int`): what the device has decoded from coded ones of these.
         gather_bytes (`int`): received from other ranks by all-gathers.
         on_demand_bytes (`int`): copied to the device for leaves outside blocks.
-        device_slot_bytes (`int`): device memory of the slots that exist now.
+        device_slot_bytes (`int`): device memory of the slots that exist now, and of what blocks are decoded from.
         resident_bytes (`int`): device memory of what stays for the `device_budget`, staging included.
         device_placed_bytes (`int`): device memory of weights that are never streamed.
         host_private_bytes (`int`): host memory of this rank alone: its own part of the weights, and the page-locked
@@ -54,11 +56,12 @@ class OffloadReport:
         host_files_bytes (`int`): those of them that are page cache of the checkpoint's own files.
         extents_per_block (`int`): how many copies this rank makes for a block, at most.
         advice (`str`): what bounds the timed passes, and which setting would help.
-        blocks (`tuple[BlockTiming, ...]`): each block's copy, gather, computing and exposed wait, in streaming order.
+        blocks (`tuple[BlockTiming, ...]`): each block's copy, decoding, gather, computing and exposed wait, in
+            streaming order.
         timed_passes (`tuple[PassTiming, ...]`): what a pass of each component takes, and how many were timed.
         host_ms_per_hook (`float`, *optional*): the host's time in one hook before or after a block.
         overlap (`float`, *optional*): the part of the transfers that hid behind computing, 0 to 1: 1 - exposed wait /
-            time in which there was a copy or a gather. None also where nothing was transferred.
+            time in which there was a copy, a decoding or a gather. None also where nothing was transferred.
         timeline (`Timeline`, *optional*): the last complete pass, which `plot` draws.
     """
 
@@ -68,6 +71,7 @@ class OffloadReport:
     ghost_passes: int
     skipped_blocks: int
     h2d_bytes: int
+    decoded_bytes: int
     gather_bytes: int
     on_demand_bytes: int
     device_slot_bytes: int
@@ -115,26 +119,32 @@ class OffloadReport:
         return "\n\n".join([*parts, self.advice])
 
     def _passes_table(self) -> str:
-        columns = ["component", "passes", "one pass", "copies", "gathers", "computing", "exposed wait", "overlap"]
+        decodes = any(timing.decode_ms for timing in self.timed_passes)
+        decoding = ["decoding"] if decodes else []
+        columns = ["component", "passes", "one pass", "copies", *decoding, "gathers", "computing", "exposed wait"]
         rows = []
         for timing in self.timed_passes:
-            times = (timing.pass_ms, timing.h2d_ms, timing.gather_ms, timing.compute_ms, timing.exposed_ms)
+            decoded = [timing.decode_ms] if decodes else []
+            times = (timing.pass_ms, timing.h2d_ms, *decoded, timing.gather_ms, timing.compute_ms, timing.exposed_ms)
             overlap = "-" if timing.overlap is None else f"{timing.overlap:.0%}"
             left_out = timing.averaged < timing.passes
             passes = f"last {timing.averaged} of {timing.passes}" if left_out else str(timing.passes)
             rows.append([timing.component, passes, *(f"{ms:,.2f}" for ms in times), overlap])
-        table = render_table("Timed passes: means in ms", columns, rows)
+        table = render_table("Timed passes: means in ms", [*columns, "overlap"], rows)
         if self.host_ms_per_hook is None:
             return table
         return f"{table}\n\nThe host takes {self.host_ms_per_hook:.3f} ms for the hook before or after a block."
 
     def _blocks_table(self) -> str:
         slowest = sorted(self.blocks, key=lambda block: (-block.exposed_ms, -block.compute_ms))[:_SLOWEST]
+        decodes = any(block.decode_ms for block in self.blocks)
         rows = []
         for block in slowest:
-            times = (block.h2d_ms, block.gather_ms, block.compute_ms, block.exposed_ms)
+            decoded = [block.decode_ms] if decodes else []
+            times = (block.h2d_ms, *decoded, block.gather_ms, block.compute_ms, block.exposed_ms)
             rows.append([block.component, block.name, *(f"{ms:,.2f}" for ms in times)])
-        columns = ["component", "block", "copy", "gather", "computing", "exposed wait"]
+        decoding = ["decoding"] if decodes else []
+        columns = ["component", "block", "copy", *decoding, "gather", "computing", "exposed wait"]
         title = f"{len(rows)} of {len(self.blocks)} blocks, those waited for longest first: means in ms"
         return render_table(title, columns, rows)
 
@@ -171,6 +181,7 @@ def make_report(sources: ReportSources) -> OffloadReport:
         ghost_passes=counters.ghost_passes,
         skipped_blocks=counters.skipped_blocks,
         h2d_bytes=counters.h2d_nbytes,
+        decoded_bytes=counters.decoded_nbytes,
         gather_bytes=counters.gather_nbytes,
         on_demand_bytes=counters.on_demand_nbytes,
         device_slot_bytes=engine.lanes.device_slot_nbytes,

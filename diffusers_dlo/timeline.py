@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-COPY, GATHER, COMPUTE, WAIT = "copy", "gather", "compute", "wait"
+COPY, DECODE, GATHER, COMPUTE, WAIT = "copy", "decode", "gather", "compute", "wait"
 """The kinds of spans. A wait lies before a block's computing: the time for which its transfer was exposed."""
 
 
@@ -74,6 +74,7 @@ class BlockTiming:
         gather_ms (`float`): one gather, waiting for slower ranks included.
         compute_ms (`float`): one call.
         exposed_ms (`float`): for how long computing had to wait before a call.
+        decode_ms (`float`): one decoding of what was copied, where that was coded.
     """
 
     name: str
@@ -82,6 +83,7 @@ class BlockTiming:
     gather_ms: float
     compute_ms: float
     exposed_ms: float
+    decode_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,13 @@ class PassTiming:
         averaged (`int`): over how many of them the means are: the last ones, 16 at most.
         pass_ms (`float`): from the beginning of a forward to its end.
         h2d_ms (`float`), gather_ms (`float`): all copies, all gathers.
-        transfer_ms (`float`): the time in which there was a copy or a gather; where both were at once it counts once.
+        transfer_ms (`float`): the time in which there was a copy, a decoding or a gather; where several were at once
+            it counts once.
         compute_ms (`float`): all blocks.
         exposed_ms (`float`): the part of `pass_ms` in which computing waited for a block to arrive.
         hook_ms (`float`): the host's time in the hooks before and after blocks.
         rank_wait_ms (`float`): for how long this rank waited for the others to agree on the pass.
+        decode_ms (`float`): all decodings of coded shards.
     """
 
     component: str
@@ -112,6 +116,7 @@ class PassTiming:
     exposed_ms: float
     hook_ms: float
     rank_wait_ms: float
+    decode_ms: float = 0.0
 
     @property
     def overlap(self) -> float | None:
@@ -167,7 +172,7 @@ class PassMeans:
         """Adds a pass."""
         sums = self._components.setdefault(timed.component, _ComponentSums(timed.order))
         sums.passes += 1
-        transfers = [span for span in timed.spans if span.kind in (COPY, GATHER)]
+        transfers = [span for span in timed.spans if span.kind in (COPY, DECODE, GATHER)]
         amounts = {"pass": timed.pass_ms, "hook": timed.hook_ms, "rank_wait": timed.rank_wait_ms}
         amounts["transfer"] = covered_ms(transfers)
         for span in timed.spans:
@@ -204,6 +209,7 @@ class PassMeans:
                     exposed_ms=mean.get(WAIT, 0.0),
                     hook_ms=mean["hook"],
                     rank_wait_ms=mean["rank_wait"],
+                    decode_ms=mean.get(DECODE, 0.0),
                 )
             )
         return tuple(made)
@@ -216,7 +222,8 @@ class PassMeans:
             seen = {block for _, block in sums.blocks}
             for name in sums.order:
                 if name in seen:
-                    means = [sums.blocks.get((kind, name), _Sum()).mean for kind in (COPY, GATHER, COMPUTE, WAIT)]
+                    kinds = (COPY, GATHER, COMPUTE, WAIT, DECODE)
+                    means = [sums.blocks.get((kind, name), _Sum()).mean for kind in kinds]
                     made.append(BlockTiming(name, component, *means))
         return tuple(made)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .timeline import COMPUTE, COPY, GATHER, WAIT, Timeline
+from .timeline import COMPUTE, COPY, DECODE, GATHER, WAIT, Timeline
 
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LANES = (COMPUTE, GATHER, COPY)
-_COLOURS = {COPY: "#4c78a8", GATHER: "#72b7b2", COMPUTE: "#54a24b", WAIT: "#e45756"}
+_LANES = (COMPUTE, GATHER, DECODE, COPY)
+_COLOURS = {COPY: "#4c78a8", DECODE: "#b279a2", GATHER: "#72b7b2", COMPUTE: "#54a24b", WAIT: "#e45756"}
 _WIDTH_INCHES, _HEIGHT_INCHES = 12.0, 3.0
 _ROOM_FOR_NAME = 0.09
 """A name is written into a span that takes at least this part of the width."""
@@ -59,8 +59,12 @@ def plot_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 
 def _draw(figure: Figure, timeline: Timeline) -> None:
     axes = figure.subplots()
+    decodes = any(span.kind == DECODE for span in timeline.spans)
+    lanes = [lane for lane in _LANES if decodes or lane != DECODE]
     for kind, colour in _COLOURS.items():
-        row = _LANES.index(COMPUTE if kind == WAIT else kind)
+        if kind == DECODE and not decodes:
+            continue
+        row = lanes.index(COMPUTE if kind == WAIT else kind)
         bars = []
         for span in timeline.spans:
             begin, end = max(span.begin_ms, 0.0), min(span.end_ms, timeline.pass_ms)
@@ -79,8 +83,8 @@ def _draw(figure: Figure, timeline: Timeline) -> None:
             label="exposed wait" if kind == WAIT else None,
         )
     axes.set_xlim(0.0, timeline.pass_ms)
-    axes.set_ylim(-0.5, len(_LANES) - 0.5)
-    axes.set_yticks(range(len(_LANES)), _LANES)
+    axes.set_ylim(-0.5, len(lanes) - 0.5)
+    axes.set_yticks(range(len(lanes)), lanes)
     axes.set_xlabel("milliseconds since the pass began")
     axes.set_title(f"One pass of '{timeline.component}'", loc="left")
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)

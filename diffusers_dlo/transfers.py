@@ -1,8 +1,8 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
 Owns how transfers of blocks, and computing's waits for them, are queued: named in profiles, timed where somebody asks,
-and by way of page-locked buffers where the device cannot read what is copied. Must not decide what is transferred, nor
-in what order.
+by way of page-locked buffers where the device cannot read what is copied, and decoded where it is coded. Must not
+decide what is transferred, nor in what order.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from contextlib import contextmanager
 
 import torch
 
+from .device.decoder import Decoder
 from .device.interface import Event, Platform, Stream
 from .device.pinned_ring import PinnedRing
 from .device.ring import Copies, realign
 from .labels import label
-from .timeline import COPY
+from .timeline import COPY, DECODE
 from .timing import Timing
 from .units import Unit
 
@@ -43,27 +44,59 @@ class Transfers:
         self.wait_on_host = platform.wait_on_host
         self._pinned: PinnedRing | None = None
         self._between: Event = None
+        self._decoder: Decoder | None = None
 
-    # Page-locked buffers
+    # Buffers that copies go through
+
+    @property
+    def decoder_nbytes(self) -> int:
+        """Device bytes of the buffers that coded shards are decoded from."""
+        return self._decoder.nbytes if self._decoder is not None else 0
 
     @property
     def pinned_nbytes(self) -> int:
         """Host bytes of the page-locked buffers that copies go through."""
         return self._pinned.nbytes if self._pinned is not None else 0
 
-    def fit_pinned(self, units: Iterable[Unit]) -> None:
-        """Makes page-locked buffers, if what is copied of `units` needs them and those that there are do not do."""
-        if not self.platform.has_host_link:
+    def fit(self, units: Iterable[Unit]) -> None:
+        """Makes buffers, if what is copied of `units` goes through such and those that there are do not do."""
+        units = list(units)
+        self._fit_decoder(units)
+        if self.platform.has_host_link:
+            self._fit_pinned(units)
+
+    def _fit_decoder(self, units: Iterable[Unit]) -> None:
+        coded = [unit for unit in units if unit.layout.coded is not None and unit.store.codec is not None]
+        if not coded:
             return
+        codec = coded[0].store.codec
+        assert codec is not None
+        scratch = max(unit.store.scratch_nbytes for unit in {id(unit.store): unit for unit in coded}.values())
+        nbytes = max((extent.source.numel() for unit in coded for extent in unit.extents), default=0)
+        if self._decoder is None or not self._decoder.fits(codec, nbytes, scratch):
+            self._drop_decoder()  # first: the device's memory may not do for both
+            self._decoder = Decoder(self.platform, codec, nbytes, scratch)
+            self._between = self.platform.new_timing_event()
+
+    def _drop_decoder(self) -> None:
+        if self._decoder is not None:
+            self._decoder.close()
+            self._decoder = None
+
+    def _fit_pinned(self, units: Iterable[Unit]) -> None:
         copied = (unit.store.copied_bounds(unit.key) for unit in units if not unit.store.is_page_locked)
         nbytes = max((stop - start for start, stop in copied), default=0)
         if nbytes and (self._pinned is None or not self._pinned.fits(nbytes)):
             larger = PinnedRing(self.platform, nbytes)  # first: where there is no room, what streams goes on as it did
-            self.drop_pinned()
+            self._drop_pinned()
             self._pinned, self._between = larger, self.platform.new_timing_event()
 
-    def drop_pinned(self) -> None:
-        """Gives the page-locked buffers back, once nothing is copied from them any more."""
+    def drop(self) -> None:
+        """Gives all buffers back, once nothing is copied through them any more."""
+        self._drop_decoder()
+        self._drop_pinned()
+
+    def _drop_pinned(self) -> None:
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
@@ -89,6 +122,9 @@ class Transfers:
         """
         Queues `copies`, of a block's host memory, behind the events `after`; then its realignments, and then `record`.
         """
+        if copies and copies[0].coded is not None:
+            self._copy_decoded(unit, stream, copies, after, record, realigned)
+            return
         pinned = self._ring_for(unit)
         if pinned is not None and copies:
             self._copy_through(pinned, unit, stream, copies, after, record, realigned)
@@ -98,6 +134,8 @@ class Transfers:
             _queue_copies(copies)
             realign(realigned)
 
+        if self._decoder is not None:
+            after = (*after, self._decoder.latest)
         self.submit(COPY, unit, stream, work, after=after, record=record)
 
     def _copy_through(
@@ -118,6 +156,35 @@ class Transfers:
                 after, timed = (), None
             timed = (self._between, span[1]) if span is not None else None
             self.platform.submit(stream, lambda: realign(realigned), after=after, record=record, timed=timed)
+
+    def _copy_decoded(
+        self,
+        unit: Unit,
+        stream: Stream,
+        copies: Copies,
+        after: Sequence[Event],
+        record: Event,
+        realigned: Realigned,
+    ) -> None:
+        """As `copy`, of coded shards ([Note: Decoding]); what is behind the last decoding records `record`."""
+        decoder = self._decoder
+        assert decoder is not None
+        with self._timed(COPY, unit) as copying, self._timed(DECODE, unit) as decoding:
+            for index, copy in enumerate(copies):
+                taken = decoder.take(copy)
+                first, last = index == 0, index == len(copies) - 1
+                timed = self._part_of(copying, first, last)
+                self.platform.submit(stream, taken.copy, after=(taken.free,), record=taken.arrived, timed=timed)
+                timed = self._part_of(decoding, first, last)
+                waits = (taken.arrived, *after) if first else (taken.arrived,)
+                self.platform.submit(decoder.stream, taken.decode, after=waits, record=taken.free, timed=timed)
+            self.platform.submit(decoder.stream, lambda: realign(realigned), record=record)
+
+    def _part_of(self, span: tuple[Event, Event] | None, first: bool, last: bool) -> tuple[Event, Event] | None:
+        """The timing events for one of several pieces of work that are timed as one."""
+        if span is None or not (first or last):
+            return None
+        return (span[0] if first else self._between, span[1] if last else self._between)
 
     def copy_now(self, unit: Unit, copies: Copies) -> None:
         """Queues `copies`, of host memory of a leaf, on the current stream."""
@@ -164,5 +231,5 @@ class Transfers:
 
 
 def _queue_copies(copies: Copies) -> None:
-    for target, source in copies:
-        target.copy_(source, non_blocking=True)
+    for copy in copies:
+        copy.target.copy_(copy.source, non_blocking=True)

@@ -17,7 +17,7 @@ from .block_layout import BlockLayout
 from .device.interface import Event, Stream
 from .device.resident import Home, ShardBuffer
 from .device.ring import BlockViews, Copies, Slot
-from .host.store import Extent, HostStore
+from .host.store import CodedExtent, Extent, HostStore
 from .managed_tensor import ManagedTensor
 from .offload_plan import ComponentPlan
 
@@ -32,10 +32,12 @@ class Counters:
     gather_nbytes: int = 0
     on_demand_nbytes: int = 0
     skipped_blocks: int = 0
+    decoded_nbytes: int = 0
 
     def count_h2d(self, copies: Copies) -> None:
         """Copies from the host were queued."""
-        self.h2d_nbytes += sum(source.numel() for _, source in copies)
+        self.decoded_nbytes += sum(copy.target.numel() for copy in copies if copy.coded is not None)
+        self.h2d_nbytes += sum(copy.source.numel() for copy in copies)
 
     def count_gather(self, views: BlockViews) -> None:
         """The shards of the other ranks were."""
@@ -118,7 +120,7 @@ class Unit:
         return bool(self._streaming)
 
     @property
-    def extents(self) -> list[Extent]:
+    def extents(self) -> Sequence[Extent | CodedExtent]:
         """The host memory this rank copies for it."""
         return self.store.extents(self.key)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from .casts import pending_casts
 from .checkpoint.pending_guard import find_change
+from .coding.loading import coded_file_of
 from .compilation import recorded_graphs_text, records_graphs
 from .config import DistributedLayerwiseOffloadConfig
 from .device.onload import is_same_device
@@ -117,9 +118,15 @@ def validate_placed(module: nn.Module, name: str) -> None:
     Refuses a component that is only placed on the device, but cannot be.
 
     Raises:
-        `ValueError`: its weights are still to be quantized. `RuntimeError`: weights without values.
+        `ValueError`: its weights are still to be quantized, or coded. `RuntimeError`: weights without values.
     """
     _refuse_not_ready(module, name)
+    coded = coded_file_of(module)
+    if coded is not None:
+        raise ValueError(
+            f"'{name}' is coded ('{coded.path}'), and would not stream: only a model that streams is decoded. Have it "
+            "stream too, with components=[...], or decode it with `diffusers-dlo pack --decode`."
+        )
     _refuse_meta(module, name)
 
 
@@ -135,8 +142,17 @@ def refuse_fixed_addresses(module: nn.Module, compiled: object, name: str) -> No
 
 
 def _refuse_meta(module: nn.Module, name: str) -> None:
-    for path, tensor in _tensors(module):
-        if tensor.is_meta:
+    coded = coded_file_of(module)
+    names = coded.tensor_names if coded is not None else set()
+    tensors = dict(_tensors(module))
+    changed = next((path for path in names if path in tensors and not tensors[path].is_meta), None)
+    if changed is not None:
+        raise ValueError(
+            f"'{changed}' of '{name}' was given values after the model was loaded from a coded checkpoint, and they "
+            "would be lost. Enable first and change it then."
+        )
+    for path, tensor in tensors.items():
+        if tensor.is_meta and path not in names:
             raise RuntimeError(
                 f"'{path}' of '{name}' has no values (it is on the meta device). Load it from safetensors with "
                 "from_pretrained, or with load_mapped_checkpoint, before enabling."

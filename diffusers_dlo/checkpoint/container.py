@@ -55,16 +55,27 @@ class Container:
         groups (`Sequence[Sequence[Entry]]`): the tensors of each block, in streaming order. Those whose size would
             leave their successors unaligned come after all others.
         metadata (`Mapping[str, str]`): goes into the file's header.
+        runs (`Sequence[tuple[str, int]]`): runs of bytes that come before all tensors, by name, with their sizes:
+            multiples of 256. Who makes them writes them.
+        header_nbytes (`int`): the header takes at least as many bytes.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Entry]], metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Entry]],
+        metadata: Mapping[str, str],
+        runs: Sequence[tuple[str, int]] = (),
+        header_nbytes: int = 0,
+    ) -> None:
         every = [entry for group in groups for entry in group]
         odd = [entry for entry in every if entry.nbytes % _ALIGNED]
         # Larger items first: the item size of a tensor divides where it begins.
         odd.sort(key=lambda entry: -run_dtype(entry.tensor).itemsize)
         self.entries = [entry for entry in every if entry.nbytes % _ALIGNED == 0] + odd
         self._metadata = dict(metadata)
-        starts, end = [], 0
+        self._runs = tuple(runs)
+        self._header_nbytes = header_nbytes
+        starts, end = [], sum(nbytes for _, nbytes in runs)
         for entry in self.entries:
             starts.append(end)
             end += entry.nbytes
@@ -74,6 +85,10 @@ class Container:
 
     def _make_header(self, metadata: Mapping[str, str]) -> bytes:
         described: dict[str, object] = {"__metadata__": dict(metadata)}
+        end = 0
+        for name, nbytes in self._runs:
+            described[name] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [end, end + nbytes]}
+            end += nbytes
         for entry, start in zip(self.entries, self._starts):
             described[entry.name] = {
                 "dtype": _NAMES[run_dtype(entry.tensor)],
@@ -81,7 +96,7 @@ class Container:
                 "data_offsets": [start, start + entry.nbytes],
             }
         text = json.dumps(described, separators=(",", ":")).encode()
-        nbytes = -(-(8 + len(text)) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT - 8
+        nbytes = max(-(-(8 + len(text)) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT, self._header_nbytes) - 8
         return nbytes.to_bytes(8, "little") + text.ljust(nbytes)
 
     def places(self, path: str) -> dict[str, FileRange]:
@@ -112,7 +127,7 @@ class Container:
             for begin in range(low, high, _PIECE_NBYTES):
                 piece = buffer[: min(_PIECE_NBYTES, high - begin)]
                 copy_bytes(entry.tensor, begin, piece)
-                _write(fd, piece.numpy().data, len(self.header) + start + begin)
+                write_bytes(fd, piece.numpy().data, len(self.header) + start + begin)
                 done(piece.numel())
 
     def write_header(self, fd: int, **metadata: str) -> None:
@@ -122,7 +137,7 @@ class Container:
         """
         header = self.header_with(**metadata)
         assert len(header) == len(self.header)
-        _write(fd, memoryview(header), 0)
+        write_bytes(fd, memoryview(header), 0)
 
     def header_with(self, **metadata: str) -> bytes:
         """The header with values in place of those of the metadata."""
@@ -135,7 +150,8 @@ def _memory_shape(tensor: torch.Tensor) -> list[int]:
     return [tensor.shape[dim] for dim in (range(tensor.dim()) if tensor.is_contiguous() else order)]
 
 
-def _write(fd: int, data: memoryview, offset: int) -> None:
+def write_bytes(fd: int, data: memoryview, offset: int) -> None:
+    """Writes all of `data` at `offset` of an open file."""
     while data:
         count = os.pwrite(fd, data, offset)
         data, offset = data[count:], offset + count

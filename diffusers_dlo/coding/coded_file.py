@@ -7,15 +7,18 @@ ranks. Must not decode, nor know of models.
     A safetensors file. What streams in no block lies in it as in any checkpoint. A block that is worth it lies in it
     as one tensor of bytes for each shard, `dlo_coded.<block>.<shard>`, of the image that the block has when it lies in
     no file, cut for a number of ranks. All else stands in the file's metadata under `"coded"`: the segments of each
-    shard, its check sum, and what the image is made up of. Its configuration names a quantization method, `METHOD`,
-    so that diffusers asks this package when it loads the model, and says what is missing where it is not installed.
+    shard, its check sum, and what the image is made up of. A digest of the whole header stands beside it, so that
+    names and places that were changed are noticed before anything is read. Its configuration names a quantization
+    method, `METHOD`, so that diffusers asks this package when it loads the model, and says what is missing where it is
+    not installed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +31,8 @@ METHOD = "dlo_coded"
 """What `config.json` of a coded model names as its quantization method."""
 METADATA_KEY = "coded"
 """Where the description stands in the metadata of the file."""
+DIGEST_KEY = "coded_sha256"
+"""Where the digest of all else in the header stands."""
 FORMAT = 1
 """The version of the description; what has another one is refused."""
 _PREFIX = "dlo_coded."
@@ -41,6 +46,13 @@ def shard_key(block: str, shard: int) -> str:
 def is_shard_key(key: str) -> bool:
     """Whether a name in a file is that of a coded shard."""
     return key.startswith(_PREFIX)
+
+
+def header_digest(stored: Iterable[StoredTensor], metadata: Mapping[str, str]) -> str:
+    """SHA-256 of what the header of a file says, but for the digest itself."""
+    places = sorted((one.key, one.dtype, one.shape, one.offset, one.nbytes) for one in stored)
+    said = sorted((key, value) for key, value in metadata.items() if key != DIGEST_KEY)
+    return hashlib.sha256(json.dumps([places, said], separators=(",", ":")).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -157,25 +169,29 @@ def read_coded_file(path: str) -> CodedFile | None:
     Raises:
         `RuntimeError`: the file is cut off, or what it says of itself is of another format, or contradicts itself.
     """
-    stored = peek_header(path)
-    text = read_metadata(path).get(METADATA_KEY)
-    return None if text is None else parse_description(path, text, stored)
+    return parse_coded_file(path, peek_header(path), read_metadata(path))
 
 
-def parse_description(path: str, text: str, stored: Sequence[StoredTensor]) -> CodedFile:
+def parse_coded_file(path: str, listed: Iterable[StoredTensor], metadata: Mapping[str, str]) -> CodedFile | None:
     """
     The same from the parts of a header, of a file that may be elsewhere.
 
     Raises:
         `RuntimeError`: as `read_coded_file`.
     """
+    stored = {one.key: one for one in listed}
+    text = metadata.get(METADATA_KEY)
+    if text is None:
+        return None
+    if metadata.get(DIGEST_KEY) != header_digest(stored.values(), metadata):
+        raise damaged(path, "its header is not what was written")
     try:
         described = json.loads(text)
         if described["format"] != FORMAT:
             raise ValueError(
                 f"it is in format {described['format']!r} of coded checkpoints, and this version reads {FORMAT}"
             )
-        return _parse(path, described, {one.key: one for one in stored})
+        return _parse(path, described, stored)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         reason = f"{error} is missing in its description" if isinstance(error, KeyError) else error
         raise damaged(path, reason) from error

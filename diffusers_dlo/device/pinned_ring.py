@@ -104,7 +104,7 @@ class PinnedRing:
         The chunks of `copies` in their order, each copied to a buffer on the host, once `wait` has waited for the last
         copy from that. Whoever asks for the next one has queued the one before.
         """
-        for target, source in copies:
+        for target, source, *_ in copies:
             for start in range(0, source.numel(), self.buffer_nbytes):
                 chunk = source[start : start + self.buffer_nbytes]
                 buffer = self._buffers[self._turn % len(self._buffers)]

@@ -9,20 +9,29 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..block_layout import BlockLayout
-from ..host.store import Extent, tensor_view
+from ..host.store import CodedExtent, Extent, tensor_view
 from .interface import Event, Platform, Stream
 
 
 OF_NOTHING = ("", -1)
 """What was copied ahead into a slot is of no use."""
 
-Copies = tuple[tuple[torch.Tensor, torch.Tensor], ...]
-"""(range of device memory, host memory) for each extent of a shard."""
+
+class Copy(NamedTuple):
+    """What fills a range of device memory, `target`: host memory, or what it is decoded to (`coded`)."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    coded: CodedExtent | None = None
+
+
+Copies = tuple[Copy, ...]
+"""One for each extent of a shard."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,9 @@ class Ring:
             if slot.copied_ahead is not None and component in (None, slot.copied_ahead[0]):
                 slot.copied_ahead = OF_NOTHING  # still to be waited for
 
-    def views(self, layout: BlockLayout, extents: Sequence[Extent], shards: int, rank: int) -> list[BlockViews]:
+    def views(
+        self, layout: BlockLayout, extents: Sequence[Extent | CodedExtent], shards: int, rank: int
+    ) -> list[BlockViews]:
         """The views of one block for each slot. `rank` is the shard this rank copies, of `shards`."""
         return [make_views(slot.buffer, layout, extents, shards, rank, slot.input) for slot in self.slots]
 
@@ -174,7 +185,7 @@ def new_slot(platform: Platform, index: int, nbytes: int, input_nbytes: int = 0)
 def make_views(
     buffer: torch.Tensor,
     layout: BlockLayout,
-    extents: Sequence[Extent],
+    extents: Sequence[Extent | CodedExtent],
     shards: int,
     rank: int,
     beside: torch.Tensor | None = None,
@@ -198,10 +209,10 @@ def make_views(
         )
 
 
-def copy_pairs(shard: torch.Tensor, extents: Sequence[Extent]) -> Copies:
+def copy_pairs(shard: torch.Tensor, extents: Sequence[Extent | CodedExtent]) -> Copies:
     """What to copy where, to have this rank's part of a block in `shard`."""
     with torch.inference_mode(False):
-        return tuple((shard[offset : offset + source.numel()], source) for offset, source in extents)
+        return tuple(Copy(shard[e.offset : e.offset + e.nbytes], e.source, e.coded) for e in extents)
 
 
 def become_right(platform: Platform, slots: Iterable[Slot], seconds: float) -> bool:

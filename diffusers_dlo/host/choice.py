@@ -11,9 +11,11 @@ from contextlib import ExitStack
 from diffusers.utils import logging
 
 from ..checkpoint.mapped import FileStamp
+from ..coding.codec import Codec
 from ..device.interface import Platform
 from ..distributed.group import OffloadGroup
 from ..offload_plan import OffloadPlan
+from .coded import CodedStore
 from .mapped import MappedStore
 from .memory_limit import check_container_memory
 from .packed import PackedStore, image_offsets
@@ -30,13 +32,15 @@ def create_store(
     group: OffloadGroup,
     platform: Platform,
     stamps: Mapping[str, FileStamp] | None = None,
+    codec: Codec | None = None,
 ) -> HostStore:
     """
     An empty store for the first of `plans` whose kind (`plan.host`) works on all ranks.
 
     Args:
         plans (`Sequence[OffloadPlan]`): in order of preference, the same on all ranks.
-        stamps (`Mapping[str, FileStamp]`, *optional*): the files of a mapped plan, as all ranks saw them.
+        stamps (`Mapping[str, FileStamp]`, *optional*): the files of a mapped or coded plan, as all ranks saw them.
+        codec (`Codec`, *optional*): that of a coded plan.
 
     Raises:
         `RuntimeError`: no kind works; with the reason of each.
@@ -44,7 +48,7 @@ def create_store(
     reasons: list[str] = []
     for plan in plans:
         try:
-            store = _create(plan, group, platform, stamps or {})
+            store = _create(plan, group, platform, stamps or {}, codec)
         except Refused as refusal:
             reasons.append(f"{plan.host}: {refusal}")
             continue
@@ -58,7 +62,13 @@ def create_store(
     raise RuntimeError("The weights cannot be kept in host memory: " + "; ".join(reasons) + remedy)
 
 
-def _create(plan: OffloadPlan, group: OffloadGroup, platform: Platform, stamps: Mapping[str, FileStamp]) -> HostStore:
+def _create(
+    plan: OffloadPlan,
+    group: OffloadGroup,
+    platform: Platform,
+    stamps: Mapping[str, FileStamp],
+    codec: Codec | None,
+) -> HostStore:
     with ExitStack() as undo:
         store: HostStore
         if plan.host == "pinned":
@@ -70,13 +80,16 @@ def _create(plan: OffloadPlan, group: OffloadGroup, platform: Platform, stamps: 
             nbytes = image_offsets(plan)[1]
             with refusable(group, f"enable: the limit on {plan.host} memory"):
                 check_container_memory(nbytes, f"{plan.host} weights")
-                if plan.host == "mapped" and platform.has_host_link:
+                if plan.host in ("coded", "mapped") and platform.has_host_link:
                     # Pages of files do not go when memory is wanted once they are page-locked.
-                    check_container_memory(plan.streamed_nbytes, "page-locked files", may_be_there=True)
+                    check_container_memory(plan.copied_nbytes, "page-locked files", may_be_there=True)
             fd = share_memory(nbytes, group)
             with refusable(group, f"enable: {plan.host} memory"):
                 # The store closes the file, also when it cannot be made.
-                if plan.host == "mapped":
+                if plan.host == "coded":
+                    assert codec is not None
+                    store = CodedStore(plan, group.rank, platform, fd, stamps, codec)
+                elif plan.host == "mapped":
                     store = MappedStore(plan, group.rank, platform, fd, stamps)
                 else:
                     store = PackedStore(plan, group.rank, platform, fd)

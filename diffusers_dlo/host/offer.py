@@ -114,6 +114,11 @@ def rank_plans(
     Raises:
         `RuntimeError`: the option asks for what this device or these weights cannot do, with the reason.
     """
+    if kind == "coded":
+        raise RuntimeError(
+            'host="coded" has weights stream from a coded checkpoint, and these were loaded from an ordinary one. '
+            'Make one with `diffusers-dlo pack --codec`, or use host="auto".'
+        )
     if kind == "mapped" and not platform.registers_host_memory:
         raise RuntimeError(
             f"host={kind!r} needs a device that copies from memory it did not allocate, and "

@@ -14,6 +14,8 @@ import torch
 
 from ..block_layout import BlockLayout, TensorLayout
 from ..casts import copy_bytes
+from ..coding.codec import Codec
+from ..coding.coded_file import CodedShard
 from ..offload_plan import OffloadPlan
 from ..tensor_utils import typed_view
 
@@ -23,6 +25,38 @@ class Extent(NamedTuple):
 
     offset: int
     source: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """What it is of what is fetched."""
+        return self.source.numel()
+
+    @property
+    def coded(self) -> CodedExtent | None:
+        """It is copied as it is."""
+        return None
+
+
+class CodedExtent(NamedTuple):
+    """
+    As `Extent`, of a coded shard: `source` is decoded to `offset` of what is fetched. `pieces` are parts of `source`
+    that can be copied in one go, one after the other.
+    """
+
+    offset: int
+    source: torch.Tensor
+    shard: CodedShard
+    pieces: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """What it is of what is fetched."""
+        return self.shard.nbytes
+
+    @property
+    def coded(self) -> CodedExtent:
+        """It has to be decoded."""
+        return self
 
 
 class HostStore(ABC):
@@ -45,6 +79,16 @@ class HostStore(ABC):
     @abstractmethod
     def kind(self) -> str:
         """Its name: `"mapped"`, `"packed"`, `"pinned"`; joined by `+` where it is of several kinds."""
+
+    @property
+    def codec(self) -> Codec | None:
+        """What decodes its `CodedExtent`s, if it has any."""
+        return None
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Device bytes that decoding takes, beside the buffers that coded shards arrive in."""
+        return 0
 
     @property
     def is_page_locked(self) -> bool:
@@ -79,7 +123,7 @@ class HostStore(ABC):
         """From now on this rank copies the whole of a unit, which it can read (`is_whole`)."""
         self.copies_whole[unit] = True
 
-    def whole_extents(self, unit: int) -> list[Extent]:
+    def whole_extents(self, unit: int) -> Sequence[Extent | CodedExtent]:
         """
         As `extents`, of the whole of a unit, whatever this rank copies of it otherwise. Page-locks it.
 
@@ -97,7 +141,7 @@ class HostStore(ABC):
         """
 
     @abstractmethod
-    def extents(self, unit: int) -> list[Extent]:
+    def extents(self, unit: int) -> Sequence[Extent | CodedExtent]:
         """What this rank copies to the device for a unit: of its shard, or of the whole where the plan says so."""
 
     @abstractmethod

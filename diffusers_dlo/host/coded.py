@@ -1,0 +1,144 @@
+# Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
+"""
+Owns the coded store: blocks in the coded shards of a coded checkpoint, all else as in the mapped store. Must not
+decode what streams: it says what is copied, and how that is made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..checkpoint.mapped import FileRange, FileStamp
+from ..coding.block_reader import BlockReader, check_content, check_shard
+from ..coding.check_sum import CheckSums
+from ..coding.codec import Codec
+from ..coding.coded_file import CodedShard
+from ..device.interface import Platform
+from ..offload_plan import OffloadPlan
+from .mapped import MappedStore
+from .store import CodedExtent, Extent, tensor_view
+
+
+class CodedStore(MappedStore):
+    """
+    Weights in a coded checkpoint ([Note: Coded checkpoint]). To read one on the host, its block is decoded for that.
+
+    Args:
+        stamps (`Mapping[str, FileStamp]`): every file of the plan, as all ranks saw it.
+        codec (`Codec`): what the shards are decoded with.
+
+    Raises:
+        `RuntimeError`: as for the mapped store; or a shard is not made up as it is described.
+    """
+
+    def __init__(
+        self,
+        plan: OffloadPlan,
+        rank: int,
+        platform: Platform,
+        fd: int | None,
+        stamps: Mapping[str, FileStamp],
+        codec: Codec,
+    ) -> None:
+        self._codec = codec
+        self._read: tuple[int, torch.Tensor] | None = None
+        "the unit that was read last, and its image"
+        super().__init__(plan, rank, platform, fd, stamps)
+        try:
+            for extent in self._every_coded_extent():
+                check_shard(extent.source, extent.shard, codec)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def kind(self) -> str:
+        return "coded+packed" if self._memory.numel() else "coded"
+
+    @property
+    def codec(self) -> Codec:
+        return self._codec
+
+    @property
+    def scratch_nbytes(self) -> int:
+        shards = (extent.shard for extent in self._every_coded_extent())
+        sizes = [segment.nbytes for shard in shards for segment in shard.segments if segment.is_coded]
+        return self._codec.scratch_nbytes(max(sizes)) if sizes else 0
+
+    @property
+    def files_nbytes(self) -> int:
+        coded = (layout.coded.coded_nbytes for layout in self.layouts if layout.coded is not None)
+        return super().files_nbytes + sum(coded)
+
+    def check_sums(self) -> None:
+        """
+        Reads all that this rank copies of coded blocks, by way of the device, and compares its check sums: once,
+        before anything is decoded. The files are known to be the same from then on ([Note: Changed files]).
+
+        Raises:
+            `RuntimeError`: a shard is damaged, with its block and file.
+        """
+        device = self._codec.device
+        sums = CheckSums(device)
+        found = [(extent.shard, sums.queue(_on(device, extent.pieces))) for extent in self._every_coded_extent()]
+        for shard, total in found:
+            check_content(shard, total)
+
+    def extents(self, unit: int) -> Sequence[Extent | CodedExtent]:
+        return super().extents(unit) if self.layouts[unit].coded is None else self._coded_extents(unit)
+
+    def view(self, unit: int, tensor: int) -> torch.Tensor | None:
+        return super().view(unit, tensor) if self.layouts[unit].coded is None else self._decoded(unit, tensor)
+
+    def private_view(self, unit: int, tensor: int) -> torch.Tensor | None:
+        return super().private_view(unit, tensor) if self.layouts[unit].coded is None else self._decoded(unit, tensor)
+
+    def close(self) -> None:
+        super().close()
+        self._read = None
+
+    def _decoded(self, unit: int, tensor: int) -> torch.Tensor:
+        """A tensor of a coded block, in memory of its own."""
+        layout = self.layouts[unit]
+        assert layout.coded is not None
+        if self._read is None or self._read[0] != unit:
+            self._read = None  # first: two images need not be there at once
+            image = BlockReader(self._codec).read(layout.coded, [self._source(s) for s in layout.coded.shards])
+            self._read = unit, image
+        return tensor_view(self._read[1], layout.tensors[tensor]).clone()
+
+    def _source(self, shard: CodedShard) -> torch.Tensor:
+        return self._files[shard.place.path].content[shard.place.offset :][: shard.place.nbytes]
+
+    def _every_coded_extent(self) -> list[CodedExtent]:
+        units = [unit for unit, layout in enumerate(self.layouts) if layout.coded is not None]
+        return [extent for unit in units for extent in self._coded_extents(unit)]
+
+    def _coded_extents(self, unit: int) -> list[CodedExtent]:
+        base, _ = self.copied_bounds(unit)
+        found = []
+        for shard in self._copied_shards(unit):
+            source = self._source(shard)
+            pieces = tuple(self._registrations.split(source))
+            found.append(CodedExtent(shard.offset - base, source, shard, pieces))
+        return found
+
+    def _copied_shards(self, unit: int) -> list[CodedShard]:
+        """What this rank copies of a coded block, without shards of nothing."""
+        coded = self.layouts[unit].coded
+        assert coded is not None
+        shards = coded.shards if self.copies_whole[unit] else coded.shards[self.rank : self.rank + 1]
+        return [shard for shard in shards if shard.nbytes]
+
+    def _pieces(self, unit: int) -> list[tuple[int, FileRange]]:
+        if self.layouts[unit].coded is None:
+            return super()._pieces(unit)
+        return [(shard.offset, shard.place) for shard in self._copied_shards(unit)]
+
+
+def _on(device: torch.device, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A coded shard in the device's memory, for a moment; where that is the host's, as it lies there."""
+    moved = [piece.to(device, non_blocking=True) for piece in pieces]
+    return moved[0] if len(moved) == 1 else torch.cat(moved)
