@@ -14,7 +14,6 @@ from .checkpoint.mapped import FileRange
 from .coding.coded_file import CodedBlock, CodedFile, CodedShard
 from .coding.shard_coding import CODED_DTYPES, shard_bounds
 from .offload_plan import ComponentPlan, OffloadPlan
-from .residency import ResidentPlan
 from .simulation import CODED_BUFFERS
 
 
@@ -76,6 +75,11 @@ def has_coded_blocks(plan: OffloadPlan) -> bool:
     return any(block.coded is not None for block in plan.blocks)
 
 
+def as_streamed(plan: OffloadPlan) -> OffloadPlan:
+    """The plan as its blocks stream: without coded ones where a host store has them decoded."""
+    return plan if plan.host in ("auto", "coded") else without_coded_blocks(plan)
+
+
 def can_gather(plan: OffloadPlan, ranks: int) -> bool:
     """Whether so many ranks can share the blocks of a plan in shards: coded blocks are cut for one number of ranks."""
     return all(block.coded is None or len(block.coded.shards) == ranks for block in plan.blocks)
@@ -92,23 +96,16 @@ def copied_shards(block: BlockLayout, shards: int) -> tuple[int, ...]:
     return tuple(sizes) if shards == 1 else (max(sizes),)
 
 
-def decoding_nbytes(plan: OffloadPlan, residents: ResidentPlan) -> int:
+def decoding_nbytes(plan: OffloadPlan) -> int:
     """
-    Device bytes for decoding, where coded blocks stream: buffers for the largest coded shard, and scratch memory for
-    a codec of the device, at most.
+    Device bytes that coded blocks take beside their slots: buffers for the largest coded shard, and scratch memory
+    for a codec of the device, at most.
     """
-    stays = {(name, index) for kept in (residents.shards, residents.whole) for name in kept for index in kept[name]}
-    streamed = [
-        shard
-        for c in plan.components
-        for index, block in enumerate(c.blocks)
-        if block.coded is not None and (c.name, index) not in stays
-        for shard in block.coded.shards
-    ]
-    if not streamed:
+    shards = [shard for block in plan.blocks if block.coded is not None for shard in block.coded.shards]
+    if not shards:
         return 0
-    chunks = -(-max(shard.nbytes for shard in streamed) // _TABLE_CHUNK_NBYTES)
-    return CODED_BUFFERS * max(shard.place.nbytes for shard in streamed) + 3 * align(8 * chunks)
+    chunks = -(-max(shard.nbytes for shard in shards) // _TABLE_CHUNK_NBYTES)
+    return CODED_BUFFERS * max(shard.place.nbytes for shard in shards) + 3 * align(8 * chunks)
 
 
 def _with_blocks(plan: OffloadPlan, coded: _Coding) -> OffloadPlan:

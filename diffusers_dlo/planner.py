@@ -13,7 +13,14 @@ from .block_layout import BlockLayout
 from .byte_size import format_bytes
 from .compute_estimate import Tokens, activation_nbytes, block_flops
 from .offload_plan import ComponentPlan, OffloadPlan
-from .planned_coding import can_gather, copied_shards, decoding_nbytes, has_coded_blocks, without_coded_blocks
+from .planned_coding import (
+    as_streamed,
+    can_gather,
+    copied_shards,
+    decoding_nbytes,
+    has_coded_blocks,
+    without_coded_blocks,
+)
 from .prediction import MARGIN, Coding, DeviceMemory, Forward, Machine, Option, Prediction, Scale, Work
 from .residency import STAGING_BUFFERS, ResidentPlan
 from .simulation import SimulatedBlock, Streaming, simulate_forward
@@ -89,7 +96,7 @@ def _compare(
     planner: _Planner, best: Option | None, plan: OffloadPlan, coded_plan: OffloadPlan | None
 ) -> Coding | None:
     """The best option beside that of the same weights coded, or not coded."""
-    is_coded = has_coded_blocks(plan)
+    is_coded = has_coded_blocks(as_streamed(plan))
     other = without_coded_blocks(plan) if is_coded else coded_plan
     compared = _best(list(planner.of(other).options(plan.group_size))) if other is not None else None
     if best is None or compared is None:
@@ -113,7 +120,8 @@ class _Planner:
     def __init__(
         self, plan: OffloadPlan, machine: Machine, work: Work, num_slots: int | str, budget: int | str | None
     ) -> None:
-        self._plan = plan
+        self._plan = as_streamed(plan)
+        self._given = plan
         self._machine = machine
         self._work = work
         self._num_slots = num_slots
@@ -126,7 +134,7 @@ class _Planner:
 
     def options(self, group_size: int) -> Iterator[Option]:
         """The ways to stream the plan with groups of this size."""
-        gathers = group_size > 1 and can_gather(self._plan, group_size)
+        gathers = group_size > 1 and can_gather(self._given, group_size)
         for transfer in ("all_gather", "local") if gathers else ("local",):
             plain = self._variant(transfer, group_size, 2 if self._num_slots == "auto" else int(self._num_slots))
             if self._budget is None or self._budget == 0:
@@ -230,7 +238,7 @@ class _Planner:
             activations=max(
                 activation_nbytes(block, self._tokens(c.name)) for c in plan.components for block in c.blocks
             ),
-            decoding=decoding_nbytes(plan, residents),
+            decoding=decoding_nbytes(plan),
         )
 
     def _tokens(self, component: str) -> Tokens:

@@ -1,20 +1,20 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns how a prediction looks: tables for a terminal, values for a JSON file, a picture. Must not compute what it shows.
+Owns how a prediction looks: tables for a terminal, a picture. Must not compute what it shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .byte_size import format_bytes
+from .coding.codec import ON_HOST
 from .tables import render_plan, render_table
-from .usage_code import code_to_paste, pack_command
+from .usage_code import pack_command
 
 
 if TYPE_CHECKING:
-    from .offload_plan import ComponentPlan
     from .outline import Outline
     from .prediction import Machine, Option, Prediction
     from .simulation import Simulation
@@ -45,16 +45,21 @@ def _render_files(outline: Outline, option: Option) -> str:
             "and kept in shared memory (packed)"
         ]
     else:
-        lines = [f"dtype:  {dtype}, as in the files: weights stream from their page cache (mapped)"]
+        lines = [f"dtype:  {dtype}, as in the files"]
+        lines[0] += "" if outline.coded else ": weights stream from their page cache (mapped)"
     for name, file in outline.coded.items():
+        how = "blocks stream as they lie there"
+        if file.codec == ON_HOST:
+            how = "as no device decodes it, blocks are decoded into shared memory (packed)"
         lines.append(
             f"coded:  '{name}' by '{file.codec}' for {_ranks(file.ranks)}; {format_bytes(outline.file_nbytes)} of "
-            "files in all, and blocks stream as they lie there"
+            f"files in all; {how}"
         )
-        if option.plan.group_size not in (1, file.ranks):
+        ranks = option.plan.group_size
+        if ranks not in (1, file.ranks):
             lines.append(
-                f"        {_ranks(option.plan.group_size)} cannot share its shards, so each copies whole blocks; to "
-                f"have it for {option.plan.group_size}: {file.repack_command(option.plan.group_size)}"
+                f"        {_ranks(ranks)} cannot share its shards, so each copies whole blocks; to have it for them: "
+                f"{file.repack_command(ranks)}"
             )
     return "\n".join(lines)
 
@@ -177,115 +182,6 @@ def _render_scaling(prediction: Prediction) -> str:
     columns = ["devices", "hosts x ranks", "transfer", "budget", "ms", "forwards/s in all", "each host"]
     title = "Other numbers of devices, simulated: each with its own link, none measured"
     return render_table(title, columns, rows)
-
-
-def as_values(outline: Outline, prediction: Prediction) -> dict[str, Any]:
-    """Everything in plain values, for a JSON file: bytes and seconds."""
-    return {
-        "model": outline.model,
-        "class": outline.class_name,
-        "dtype": str(outline.dtype).removeprefix("torch."),
-        "cast_bytes": outline.cast_nbytes,
-        "assumed": {
-            "h2d_bytes_per_second": prediction.machine.links.h2d,
-            "gather_bytes_per_second": prediction.machine.links.gather,
-            "gather_slowdown": prediction.machine.links.gather_slowdown,
-            "decode_bytes_per_second": prediction.machine.links.decode,
-            "tokens": prediction.work.tokens,
-            "text_tokens": prediction.work.text_tokens,
-            "compute": "estimate" if prediction.work.compute_seconds is None else "given",
-            "tflops": prediction.work.tflops,
-        },
-        "device_bytes": prediction.machine.device_nbytes,
-        "host_bytes": prediction.machine.host_nbytes,
-        "components": [
-            {
-                "name": component.name,
-                "class": component.class_name,
-                "transfer": component.transfer,
-                "blocks": len(component.blocks),
-                "largest_block_bytes": component.largest_block.nbytes,
-                "streamed_bytes": component.streamed_nbytes,
-                "on_demand_bytes": sum(leaf.nbytes for leaf in component.leaves),
-                "placed_bytes": component.placed_nbytes,
-                **_coded_values(outline, component),
-            }
-            for component in prediction.options[0].plan.components
-        ]
-        + [
-            {"name": name, "class": class_name, "transfer": "placed", "placed_bytes": nbytes}
-            for name, class_name, nbytes in prediction.options[0].plan.placed
-        ],
-        "options": [_option_values(option) for option in prediction.options],
-        "recommended": None if prediction.best is None else prediction.options.index(prediction.best),
-        "coding": _coding_values(prediction),
-        "shortfalls": list(prediction.shortfalls),
-        "code": code_to_paste(outline, prediction),
-        "simulated": [
-            {"devices": scale.devices, "hosts": scale.hosts, **_option_values(scale.option)}
-            for scale in prediction.scaling
-        ],
-    }
-
-
-def _coded_values(outline: Outline, component: ComponentPlan) -> dict[str, Any]:
-    """What a coded component has beside others."""
-    file = outline.coded.get(component.name)
-    if file is None:
-        return {}
-    nbytes = sum(block.coded_nbytes for block in file.blocks.values())
-    return {"codec": file.codec, "coded_ranks": file.ranks, "coded_bytes": nbytes}
-
-
-def _coding_values(prediction: Prediction) -> dict[str, Any] | None:
-    coding = prediction.coding
-    if coding is None:
-        return None
-    return {
-        "is_coded": coding.is_coded,
-        "assumed_ratio": None if coding.is_coded else prediction.machine.coded_ratio,
-        "helps": coding.helps,
-        "plain": _option_values(coding.plain),
-        "coded": _option_values(coding.coded),
-    }
-
-
-def _option_values(option: Option) -> dict[str, Any]:
-    memory = option.memory
-    return {
-        "ranks": option.plan.group_size,
-        "transfer": option.transfer,
-        "gather": option.gather or None,
-        "num_slots": option.plan.num_slots,
-        "device_budget": option.budget,
-        "fits": option.fits,
-        "seconds": option.seconds,
-        "limit_seconds": option.limit_seconds,
-        "forwards": {
-            forward.component: {
-                "seconds": forward.seconds,
-                "compute_seconds": forward.simulation.compute_seconds,
-                "copy_seconds": forward.simulation.copy_seconds,
-                "decode_seconds": forward.simulation.decode_seconds,
-                "exposed_seconds": forward.simulation.exposed_seconds,
-                "link_idle": forward.simulation.link_idle,
-                "h2d_bytes": forward.simulation.h2d_nbytes,
-                "gather_bytes": forward.simulation.gather_nbytes,
-            }
-            for forward in option.forwards
-        },
-        "device_memory": {
-            "slots": memory.slots,
-            "placed": memory.placed,
-            "on_demand": memory.on_demand,
-            "residents": memory.residents,
-            "activations_estimate": memory.activations,
-            "decoding": memory.decoding,
-            "total": memory.total,
-        },
-        "host_weights_bytes": option.host_nbytes,
-        "host_pinned_bytes": option.pinned_nbytes,
-    }
 
 
 def draw_timeline(simulation: Simulation, title: str, path: str) -> None:

@@ -10,8 +10,8 @@ Pure and deterministic: arithmetic on sizes and rates. Must not know of models, 
     gap, as the first blocks of the next lap are fetched at the end of this one. A shard that stays needs no copy, a
     block that stays whole needs nothing and no slot; with staging, copies wait for staging buffers and not for slots
     ([Note: Staging]). A coded shard is copied to one of `CODED_BUFFERS` buffers, once the shard before the last one
-    has been decoded from there, and decoded to its place, once that is free. While a device decodes, computing stands
-    still: no more than the whole device is there for both.
+    has been decoded from there, and decoded to its place, once that is free; what is not coded is copied once all
+    before it is decoded. While a device decodes, computing stands still: there is one device for both.
 
     All of this only ever waits for what came earlier, so going through the blocks in order gives every time exactly.
     Before a block is computed, the fetches are known that may run meanwhile: all those whose slot an earlier block has
@@ -255,7 +255,7 @@ class _Lanes:
             self._sent += 1
         arrived = 0.0
         if not block.stays and not block.coded:
-            arrived = self._copy(index, block.nbytes / self.shares, free)
+            arrived = self._copy(index, block.nbytes / self.shares, max(free, self._decode_end))
         elif not block.stays:
             for nbytes in block.coded:
                 before = len(self._decoded) - CODED_BUFFERS
