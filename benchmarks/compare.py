@@ -6,6 +6,7 @@ the devices and starts a fresh set of processes for each variant.
 
     python benchmarks/compare.py                                    all GPUs, Cosmos3-Nano's size
     python benchmarks/compare.py --size super --ranks 2 --variants 'resident,all_gather-*,fsdp2'
+    python benchmarks/compare.py --variants '*-mapped,*-groups-of-*'  all ranks together, in groups, each for itself
     python benchmarks/compare.py --size 200b --device-cap 16GiB --variants '*-mapped' --markdown cap.md
     python benchmarks/compare.py --where DIR                        a folder on a disk: cold starts too
     python benchmarks/compare.py --device cpu --size tiny           everything, on the CPU, in a minute
@@ -126,6 +127,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: progress.stop())
     facts = gather_facts(args, progress)
     if args.logs is not None:
+        args.logs = args.logs.resolve()  # ranks meet at a file there, named by a URL
         args.logs.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="compare-", dir=args.logs))
     try:

@@ -35,7 +35,10 @@ def _resident(model: nn.Module, options: dict[str, Any], device: torch.device, r
 
 
 def _dlo(model: Any, options: dict[str, Any], device: torch.device, ranks: int) -> Any:
-    return model.enable_distributed_layerwise_offload(onload_device=device, **options)
+    group = options.get("group", ranks)
+    mesh = init_device_mesh(device.type, (ranks // group, group)) if group < ranks else None
+    options = {name: value for name, value in options.items() if name != "group"}
+    return model.enable_distributed_layerwise_offload(onload_device=device, mesh=mesh, **options)
 
 
 def _group(model: Any, options: dict[str, Any], device: torch.device, ranks: int) -> Any:

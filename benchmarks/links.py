@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from variants import group_sizes
 
 
 def measure_links(device: torch.device, rank: int, size: int, block_nbytes: int, interference: bool) -> dict[str, Any]:
     """
     Bytes per second, of this rank: `h2d_alone` (one rank copies at a time), `h2d_together` (all of them do), `gather`
-    (a block of this size put together in place, all of it counted); with `interference`, how much longer products of
-    matrices take beside a copy and beside a gather. On the CPU, where no link is crossed, `h2d` is a copy in memory.
+    (a block of this size put together in place, all of it counted), and in `gather_in_groups` the same by the size of
+    the groups that put one together, all of them at once; with `interference`, how much longer products of matrices
+    take beside a copy and beside a gather. On the CPU, where no link is crossed, `h2d` is a copy in memory.
     """
     on_device = device.type != "cpu"
     nbytes = 1 << 30 if on_device else 16 << 20
@@ -39,15 +42,25 @@ def measure_links(device: torch.device, rank: int, size: int, block_nbytes: int,
         if not on_device:
             block_nbytes = min(block_nbytes, nbytes)
         image = torch.empty(block_nbytes // (256 * size) * 256 * size, dtype=torch.uint8, device=device)
-        shard = image.numel() // size
-        mine = image[rank * shard : (rank + 1) * shard]
-        gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        found["gather"] = image.numel() / _median_seconds(lambda: gather_into(image, mine), device, 10)
-        _barrier(size)
+        found["gather_in_groups"] = {}
+        for group in group_sizes(size):
+            gather = _gather_in_groups(image, rank, size, group)
+            found["gather_in_groups"][group] = image.numel() / _median_seconds(gather, device, 10)
+            _barrier(size)
+        found["gather"] = found["gather_in_groups"][size]
     if interference and on_device:
-        found |= _interference(device, copy, (lambda: gather_into(image, mine)) if size > 1 else None)
+        found |= _interference(device, copy, gather if size > 1 else None)
         _barrier(size)
     return found
+
+
+def _gather_in_groups(image: torch.Tensor, rank: int, size: int, group: int) -> Callable[[], None]:
+    """Puts an image together among this rank and its neighbours of a group."""
+    mesh = init_device_mesh(image.device.type, (size // group, group))
+    shard = image.numel() // group
+    mine = image[rank % group * shard :][:shard]
+    gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return lambda: gather_into(image, mine, group=mesh.get_group(1))
 
 
 def _interference(

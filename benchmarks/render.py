@@ -42,6 +42,7 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("best", lambda row: _number("best_ms", 1 if row["best_ms"] < 100 else 0)(row)),
     ("limit, ms", lambda row: _number("limit_ms", 1 if (row["limit_ms"] or 0) < 100 else 0)(row)),
     ("to limit", _number("to_limit", 2)),
+    ("predicted, ms", lambda row: _number("predicted_ms", 1 if (row["predicted_ms"] or 0) < 100 else 0)(row)),
     ("to compute", _number("to_compute", 2)),
     ("bits", _bits),
     ("weights on device, GiB", _number("device_weights_nbytes", 2, GIB)),
@@ -54,10 +55,11 @@ COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 LEGEND = (
     "*ms* is the median forward, of the slowest rank in each repetition, *best* the fastest. *Limit* is the larger of "
     "the computing alone and of what the link needs: the bytes that cross each rank's link, divided by the H2D rate; "
-    "*to limit* and *to compute* are the median divided by it and by computing alone. *Bits* compares the outputs of "
-    "all repetitions and ranks with the model without offload. *PSS* is the host memory of all ranks, what they share "
-    "counted once, page cache of mapped files included; *private* is what each has for itself: not files, not shared "
-    "memory. *Enable* is the enabling call alone, with the files in memory unless the name says cold."
+    "*to limit* and *to compute* are the median divided by it and by computing alone. *Predicted* is what the planner "
+    "says for these links and this computing. *Bits* compares the outputs of all repetitions and ranks with the model "
+    "without offload. *PSS* is the host memory of all ranks, what they share counted once, page cache of mapped files "
+    "included; *private* is what each has for itself: not files, not shared memory. *Enable* is the enabling call "
+    "alone, with the files in memory unless the name says cold."
 )
 
 
@@ -117,6 +119,11 @@ def describe_links(comparison: Comparison) -> str:
         "gather_bytes_per_s": "a block gathered in place",
     }
     said = [f"{text} {links[key] / 1e9:.1f} GB/s" for key, text in words.items() if key in links]
+    if comparison.options["ranks"] > 1:
+        said[0] += f" each ({max(links['h2d_together_by_rank']) / 1e9:.1f} the fastest of them)"
+    for group, rate in links["gather_in_groups"].items():
+        if group < comparison.options["ranks"]:
+            said.append(f"in groups of {group} {rate / 1e9:.1f} GB/s")
     for row in comparison.rows:
         if row["disk_bytes_per_s"]:
             disk, enabling = row["disk_bytes_per_s"] / 1e9, row["enable_bytes_per_s"] / 1e9

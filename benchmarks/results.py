@@ -15,7 +15,7 @@ its outputs have the right bits. Pure. Must not run or show anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -51,19 +51,27 @@ class Comparison:
 
 
 def merge_links(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The links of all ranks: the slowest rank's rates, as ranks wait for each other."""
+    """The links of all ranks: the slowest rank's rates, as ranks wait for each other; each rank's own to the host."""
     keys = [key for key in ("h2d_alone", "h2d_together", "gather") if key in found[0]]
     links: dict[str, Any] = {f"{key}_bytes_per_s": min(rank[key] for rank in found) for key in keys}
+    for key in ("h2d_alone", "h2d_together"):
+        links[f"{key}_by_rank"] = [rank[key] for rank in found]
+    groups = found[0].get("gather_in_groups", {})
+    links["gather_in_groups"] = {group: min(rank["gather_in_groups"][group] for rank in found) for group in groups}
     for key in ("gemm_beside_h2d", "gemm_beside_gather"):
         if key in found[0]:
             links[key] = max(rank[key] for rank in found)
     return links
 
 
+Predict = Callable[[Variant, Workload, float | None], float | None]
+"""Seconds that a variant's forward is predicted to take, from what computing alone takes; None where nothing is."""
+
+
 def make_rows(
-    results: Sequence[Result], workloads: Sequence[Workload], facts: ModelFacts, h2d: float
+    results: Sequence[Result], workloads: Sequence[Workload], facts: ModelFacts, h2d: float, predict: Predict
 ) -> list[dict[str, Any]]:
-    """A row for each variant and workload ([Note: Limit])."""
+    """A row for each variant and workload ([Note: Limit]), with what was predicted for it."""
     base = next((r for r in results if r.variant.is_base), None)
     rows = []
     for workload in workloads:
@@ -74,7 +82,8 @@ def make_rows(
             bits = forwards[0]["digests"][0]
         for result in results:
             if workload.name in result.ranks[0]["forwards"]:
-                rows.append(_row(result, workload, facts, h2d, compute, bits))
+                row = _row(result, workload, facts, h2d, compute, bits)
+                rows.append(row | {"predicted_ms": _times(predict(result.variant, workload, compute), 1e3)})
     return rows
 
 

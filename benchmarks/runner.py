@@ -18,11 +18,12 @@ from typing import Any
 
 from crew import Crew, JobFailed
 from measure import SLOW_SECONDS, WARM_UP
+from predicted import Predicted
 from results import Comparison, Result, make_rows, merge_links, slowest
 from rich.console import Console
 from room import Room, available_host_nbytes, choose_folder, look
 from sizes import SIZES, ModelFacts, make_config, weigh
-from variants import REFERENCE, Variant, budget_nbytes
+from variants import REFERENCE, Variant
 from worker import Job
 
 from diffusers_dlo.byte_size import format_bytes
@@ -138,6 +139,8 @@ class Runner:
         self._prepared = prepared[0]
         self._links = merge_links(prepared)
         self._device_nbytes = prepared[0]["device_nbytes"]
+        capacity, dtype = self._capacity if self._device_nbytes else None, SIZES[plan.args.size].dtype
+        self._predicted = Predicted(facts.config, dtype, plan.args.ranks, self._links, capacity)
         queue = list(plan.variants)
         total = len(queue)
         while queue:
@@ -153,7 +156,8 @@ class Runner:
 
     def _compare(self) -> Comparison:
         args, facts = self._plan.args, self._plan.facts
-        rows = make_rows(self._results, args.workloads, facts.model, self._links["h2d_together_bytes_per_s"])
+        h2d, predict = self._links["h2d_together_bytes_per_s"], self._predicted.seconds
+        rows = make_rows(self._results, args.workloads, facts.model, h2d, predict)
         size = SIZES[args.size]
         return Comparison(
             machine={
@@ -206,12 +210,16 @@ class Runner:
         self._say(variant, found)
         return True
 
+    @property
+    def _capacity(self) -> int:
+        """Bytes that a rank may take of its device."""
+        return min(self._plan.args.device_cap or 1 << 62, self._device_nbytes or 1 << 62)
+
     def _refusal(self, variant: Variant) -> str | None:
         """Why a variant is not to be started; None if it is."""
         args, model = self._plan.args, self._plan.facts.model
-        capacity = min(args.device_cap or 1 << 62, self._device_nbytes or 1 << 62)
-        if variant.family == "resident" and model.nbytes > capacity:
-            return f"{model.nbytes / 1e9:.0f} GB of weights do not fit a device with {capacity / 1e9:.0f} GB"
+        if variant.family == "resident" and model.nbytes > self._capacity:
+            return f"{model.nbytes / 1e9:.0f} GB of weights do not fit a device with {self._capacity / 1e9:.0f} GB"
         if variant.cold and self._plan.facts.room.in_memory:
             return "the checkpoint is in shared memory, which has no cold state; name a folder on a disk with --where"
         host = available_host_nbytes()
@@ -244,14 +252,7 @@ class Runner:
 
     def _job(self, kind: str, variant: Variant | None = None) -> Job:
         args, facts = self._plan.args, self._plan.facts
-        options: dict[str, Any] = {}
-        if variant is not None:
-            options = dict(variant.options)
-            if variant.budget == "auto":
-                options["device_budget"] = "auto"
-            elif variant.budget is not None:
-                shards = args.ranks if variant.shares_links else 1
-                options["device_budget"] = budget_nbytes(float(variant.budget), facts.model, shards)
+        options = {} if variant is None else variant.enabling_options(facts.model, args.ranks)
         return Job(
             kind=kind,
             folder=facts.room.folder,

@@ -30,7 +30,7 @@ class Variant:
 
     Attributes:
         family (`str`): what does it: `resident`, `reference`, `dlo`, `group`, `fsdp` or `sequential`.
-        options (`Mapping`): of the family's enabling call.
+        options (`Mapping`): of the family's enabling call; with `group`, how many of the ranks share weights.
         shares_links (`bool`): whether ranks each copy 1/N of the weights, or all of them each.
         budget (`float` or `str`, *optional*): the part of what a rank copies that may stay on the device, or `"auto"`.
         cold (`bool`): whether it is enabled with the checkpoint out of the page cache.
@@ -42,6 +42,19 @@ class Variant:
     shares_links: bool = False
     budget: float | str | None = None
     cold: bool = False
+
+    def shards(self, ranks: int) -> int:
+        """In how many parts ranks share the copying of a block."""
+        return int(self.options.get("group", ranks)) if self.shares_links else 1
+
+    def enabling_options(self, facts: ModelFacts, ranks: int) -> dict[str, Any]:
+        """The options with the budget in bytes, or `"auto"`."""
+        options = dict(self.options)
+        if self.budget == "auto":
+            options["device_budget"] = "auto"
+        elif self.budget is not None:
+            options["device_budget"] = budget_nbytes(float(self.budget), facts, self.shards(ranks))
+        return options
 
     @property
     def is_base(self) -> bool:
@@ -76,7 +89,7 @@ class Variant:
         if self.is_base or self.budget == "auto":
             return 0 if self.family == "resident" else None
         stays = float(self.budget or 0.0)
-        shards = ranks if self.shares_links else 1
+        shards = self.shards(ranks)
         leaves = 0 if self.budget else facts.leaf_nbytes // shards  # a budget pays for them first
         return round((1 - stays) * facts.blocks_nbytes / shards) + leaves
 
@@ -92,14 +105,21 @@ def budget_nbytes(fraction: float, facts: ModelFacts, shards: int) -> int:
     return round(SLACK * (round(fraction * facts.layers) * shard + facts.leaf_nbytes)) + staging
 
 
+def group_sizes(ranks: int) -> tuple[int, ...]:
+    """Of how many ranks groups are looked at that share weights: 2, 4 and so on, and all; none for a rank alone."""
+    powers = [1 << power for power in range(1, ranks.bit_length())]
+    return (*(group for group in powers if group < ranks and ranks % group == 0), ranks) if ranks > 1 else ()
+
+
 def all_variants(ranks: int) -> list[Variant]:
     """Every variant that suits a number of ranks, in the order in which they are measured: what matters most first."""
     transfers = ("all_gather", "local") if ranks > 1 else ("local",)
     main, shared = transfers[0], ranks > 1
 
     def dlo(name: str, transfer: str, host: str, **more: Any) -> Variant:
-        budget, gather, cold = more.get("budget"), more.get("gather"), more.get("cold", False)
-        options = {"transfer": transfer, "host": host} | ({"gather": gather} if gather else {})
+        budget, cold = more.get("budget"), more.get("cold", False)
+        names = ("gather", "group", "num_slots")
+        options = {"transfer": transfer, "host": host} | {name: more[name] for name in names if more.get(name)}
         return Variant(name, "dlo", options, transfer == "all_gather", budget, cold)
 
     budgets = []
@@ -111,6 +131,10 @@ def all_variants(ranks: int) -> list[Variant]:
     streams = {"use_stream": True, "record_stream": True, "non_blocking": True}
     variants = [Variant("resident", "resident")]
     variants += [dlo(f"{transfer}-mapped", transfer, "mapped") for transfer in transfers]
+    for group in group_sizes(ranks)[:-1]:
+        variants.append(dlo(f"{main}-mapped-groups-of-{group}", main, "mapped", group=group))
+    if shared:
+        variants.append(dlo(f"{main}-mapped-3-slots", main, "mapped", num_slots=3))
     variants += [
         Variant("group-block", "group", {"offload_type": "block_level", "num_blocks_per_group": 1, **streams})
     ]

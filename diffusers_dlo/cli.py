@@ -27,14 +27,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True)
     pack = commands.add_parser(
         "pack",
-        help="write a checkpoint in the dtype and the order in which it streams",
+        help="write a checkpoint in the dtype and the order in which it streams, coded or not",
         description="Writes a checkpoint in the dtype that it is used in, each block in one piece, so that the "
-        "offload streams it from disk as it is. It loads with from_pretrained like any other.",
+        "offload streams it from disk as it is. It loads with from_pretrained like any other. With --codec, blocks "
+        "are coded without loss: bfloat16 takes about two thirds of the bytes on disk, in memory and on the way to "
+        "the device, which decodes it.",
     )
     pack.add_argument("model", metavar="MODEL", help="directory of a pipeline or a model, or a pipeline on the Hub")
     pack.add_argument("out", metavar="OUT", help="directory to make")
+    pack.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (default: bfloat16)")
     pack.add_argument(
-        "--dtype", choices=_DTYPES, default="bfloat16", help="dtype of the weights (default: %(default)s)"
+        "--codec",
+        choices=("ans", "zstd"),
+        help="code blocks: ans for NVIDIA devices, zstd for any, decoded on the host",
+    )
+    pack.add_argument(
+        "--ranks", type=_count, metavar="N", help="with --codec: ranks that will share weights (default: 1)"
+    )
+    pack.add_argument(
+        "--decode", action="store_true", help="the other way: write the ordinary checkpoint that MODEL was coded from"
     )
     pack.set_defaults(run=_pack)
     _add_plan(commands)
@@ -212,11 +223,25 @@ def _budget(text: str) -> int | str:
 
 
 def _pack(options: argparse.Namespace) -> None:
-    from .pack import pack_checkpoint
+    from .coding.coded_file import read_coded_file
+    from .coding.summary import render_summary
+    from .pack import decode_checkpoint, pack_checkpoint
 
-    for path in pack_checkpoint(options.model, options.out, _DTYPES[options.dtype]):
+    if options.decode:
+        given = [name for name in ("dtype", "codec", "ranks") if getattr(options, name) is not None]
+        if given:
+            raise ValueError(f"'--{given[0]}' does not go with --decode, which writes weights in the dtype they have.")
+        paths, how = decode_checkpoint(options.model, options.out), "it loads with from_pretrained, like any other"
+    else:
+        dtype = options.dtype or "bfloat16"
+        how = f"load it with from_pretrained({options.out!r}, dtype=torch.{dtype})"
+        paths = pack_checkpoint(options.model, options.out, _DTYPES[dtype], options.codec, options.ranks)
+    for path in paths:
         print(f"{path}: {format_bytes(os.path.getsize(path))}")
-    print(f"'{options.out}' is complete; load it with from_pretrained({options.out!r}, dtype=torch.{options.dtype}).")
+        coded = read_coded_file(path)
+        if coded is not None:
+            print(f"\n{render_summary(coded)}\n")
+    print(f"'{options.out}' is complete; {how}.")
 
 
 if __name__ == "__main__":

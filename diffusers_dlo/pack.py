@@ -8,15 +8,21 @@ checkpoint it reads.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from diffusers import ModelMixin
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 
+from .checkpoint.container import Container, write_bytes
 from .checkpoint.loading import mapped_loading
+from .checkpoint.safetensors_file import damaged
 from .coding.codec import ON_HOST, Codec, open_codec
+from .coding.coded_file import CodedFile, read_coded_file
+from .coding.loading import release
 from .coding.packing import write_coded
+from .coding.unpacking import Decoder, check_content
 from .config import DistributedLayerwiseOffloadConfig
 from .device.onload import default_device
 from .device.platform import get_platform
@@ -94,13 +100,13 @@ def pack_checkpoint(
             if opened is not None and isinstance(module, ModelMixin):
                 smaller |= _pack_coded(module, path, title, opened, ranks, dtype)
             else:
-                write_weights(module, path, title)
+                write_weights(module, path, f"Packing {title}")
                 check_written(module, part, dtype, path)
             written.append(os.path.join(out, name, os.path.basename(path)))
         if opened is not None and not smaller:
             raise ValueError(
-                f"Coding makes no block of '{source}' smaller in {dtype}: only 16-bit floats are coded, in tensors of "
-                "more than 64 KiB. Pack it with dtype bfloat16 or float16, or without a codec."
+                f"Coding makes no block of '{source}' smaller in {dtype}: only large tensors of 16-bit floats get "
+                "smaller. Pack it with dtype bfloat16 or float16, or without a codec."
             )
     return written
 
@@ -114,9 +120,87 @@ def _pack_coded(module: nn.Module, path: str, title: str, codec: Codec, ranks: i
     else:
         if os.path.exists(path):
             os.unlink(path)
-        write_weights(module, path, title)
+        write_weights(module, path, f"Packing {title}")
     check_written(module, folder, dtype, path, coded.tensor_names)
     return bool(coded.blocks)
+
+
+def decode_checkpoint(model: str, out: str) -> list[str]:
+    r"""
+    Writes the ordinary checkpoint that a coded one was made of: the same files as `pack_checkpoint` writes without a
+    codec, in the dtype that it is coded in.
+
+    Args:
+        model (`str`): a directory with a coded pipeline or a coded model, or the name of such a pipeline on the Hub.
+        out (`str`): the directory to make. It appears once it is complete, or not at all.
+
+    Returns:
+        `list[str]`: the files with decoded weights.
+
+    Raises:
+        `ValueError`: nothing is coded there; `out` is there already. `RuntimeError`: a file is damaged, or its codec
+        does not work here, or is of another series; it cannot be written. Nothing is left of it.
+    """
+    out = os.path.abspath(out)
+    refuse_present(out)
+    source = find_source(model)
+    names = coded_components(source)
+    if not names:
+        raise ValueError(f"'{source}' has nothing that is coded: it loads as it is.")
+    files = {name: _find_coded(os.path.join(source, name)) for name in names}
+    decoders = {name: Decoder(coded, _open_codec(coded.codec)) for name, coded in files.items()}
+    for name, coded in files.items():
+        check_content(coded, f"Checking {name or os.path.basename(source)}")
+    modules = _load_coded(source, names)
+    written = []
+    with new_directory(source, out) as folder:
+        if "" not in names:
+            copy_rest(source, folder, skip=set(names))
+        for name, module in modules.items():
+            coded, dtype, part = files[name], getattr(torch, files[name].dtype), os.path.join(folder, name)
+            copy_component(os.path.join(source, name), part, dtype)
+            mark_coded(part, None)
+            path = os.path.join(part, weights_name(module))
+            title = f"Decoding {name or type(module).__name__}"
+            write_weights(module, path, title, _decoding(coded, decoders[name]))
+            check_written(module, part, dtype, path)
+            written.append(os.path.join(out, name, os.path.basename(path)))
+    return written
+
+
+def _find_coded(folder: str) -> CodedFile:
+    """What the coded file in the directory of a model says."""
+    path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
+    coded = read_coded_file(path)
+    if coded is None:
+        raise damaged(path, "its config.json says that it is coded, and it is not")
+    return coded
+
+
+def _load_coded(source: str, names: list[str]) -> dict[str, nn.Module]:
+    """The coded models of a checkpoint, their coded weights on the meta device, as ordinary models."""
+    modules = {}
+    for name in names:
+        try:
+            modules[name] = load_model(os.path.join(source, name), None)
+        except OSError as error:
+            raise ValueError(f"'{os.path.join(source, name)}' cannot be loaded ({error}).") from error
+        release(modules[name])
+    return modules
+
+
+def _decoding(coded: CodedFile, decoder: Decoder) -> Callable[[Container, int, Callable[[int], object]], None]:
+    """Writes the weights of coded blocks to their places in a container."""
+
+    def write(container: Container, fd: int, done: Callable[[int], object]) -> None:
+        places = container.places("")
+        for block in coded.blocks.values():
+            for names, data in decoder.tensors(block):
+                for name in names:
+                    write_bytes(fd, data.numpy().data, places[name].offset)
+                    done(data.numel())
+
+    return write
 
 
 def _open_codec(name: str) -> Codec:

@@ -52,7 +52,7 @@ def groups_of(module: nn.Module, state: Mapping[str, torch.Tensor]) -> list[list
     Args:
         state (`Mapping[str, torch.Tensor]`): what the checkpoint is to hold, as `state_of` gives it, or a part.
     """
-    names = {id(tensor): key for key, tensor in reversed(state.items())}
+    names = {id(tensor): key for key, tensor in reversed(list(state.items()))}
     groups: list[list[Entry]] = []
     done: set[str] = set()
     for unit in find_units(module)[0]:
@@ -104,8 +104,8 @@ def write_weights(
     module: nn.Module, path: str, title: str, write_others: Callable[[Container, int, Callable], object] | None = None
 ) -> None:
     """
-    Writes the weights of a model to a file. Of tensors on the meta device `write_others(container, fd, done)` writes
-    the bytes.
+    Writes the weights of a model to a file, with a progress bar of that title. Of tensors on the meta device
+    `write_others(container, fd, done)` writes the bytes.
     """
     container = Container(groups_of(module, state_of(module)), {"format": "pt"})
     with new_file(path) as fd, progress(title, container.nbytes - len(container.header)) as bar:

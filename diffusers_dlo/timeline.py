@@ -16,13 +16,17 @@ COPY, DECODE, GATHER, COMPUTE, WAIT = "copy", "decode", "gather", "compute", "wa
 
 
 class Span(NamedTuple):
-    """What a device did from `begin_ms` to `end_ms`, in milliseconds after the pass began (before: negative)."""
+    """
+    What a device did from `begin_ms` to `end_ms`, in milliseconds after the pass began (before: negative). What is
+    done in parts, which may lie apart, has a span for each, numbered from 0.
+    """
 
     kind: str
     component: str
     block: str
     begin_ms: float
     end_ms: float
+    part: int = 0
 
     @property
     def duration_ms(self) -> float:
@@ -179,7 +183,7 @@ class PassMeans:
             amounts[span.kind] = amounts.get(span.kind, 0.0) + span.duration_ms
             block = sums.blocks.setdefault((span.kind, span.block), _Sum())
             block.ms += span.duration_ms
-            block.count += 1
+            block.count += span.part == 0
         for name, amount in amounts.items():
             sums.totals[name] = sums.totals.get(name, 0.0) + amount
         self._hook_ms += timed.hook_ms

@@ -64,7 +64,7 @@ class _Record:
         self.origin: Event | None = None
         self.end: Event | None = None
         self.closed = False
-        self.transfers: list[tuple[str, str, tuple[Event, Event]]] = []
+        self.transfers: list[tuple[str, str, int, tuple[Event, Event]]] = []
         self.visits: list[_Visit] = []
         self.open: dict[str, _Visit] = {}
         self.hook_seconds = 0.0
@@ -161,15 +161,15 @@ class Timing:
         """Two events, for a transfer that is about to be queued."""
         return self._event(), self._event()
 
-    def transferred(self, kind: str, unit: Unit, span: tuple[Event, Event]) -> None:
-        """A transfer of a block has been queued, between the events of `new_span`."""
+    def transferred(self, kind: str, unit: Unit, span: tuple[Event, Event], part: int = 0) -> None:
+        """A transfer of a block, or one of its parts, has been queued, between the events of `new_span`."""
         with self._lock:
             record = self._newest.get(unit.component)
             if record is None:
                 self._pool += span
                 return
             record.events += span
-            record.transfers.append((kind, unit.layout.name, span))
+            record.transfers.append((kind, unit.layout.name, part, span))
             if kind == GATHER and self._platform.waits_on_host:
                 self._gathering[unit.component, unit.index] = span[1]
 
@@ -284,7 +284,7 @@ class Timing:
         queued = [(record, transfer) for record in before for transfer in record.transfers]
         return [self._span(record, transfer, last.origin) for record, transfer in queued[-_RECENT_SPANS:]]
 
-    def _span(self, record: _Record, transfer: tuple[str, str, tuple[Event, Event]], origin: Event) -> Span:
-        kind, block, (begin, end) = transfer
+    def _span(self, record: _Record, transfer: tuple[str, str, int, tuple[Event, Event]], origin: Event) -> Span:
+        kind, block, part, (begin, end) = transfer
         elapsed = self._platform.elapsed
-        return Span(kind, record.component, block, elapsed(origin, begin), elapsed(origin, end))
+        return Span(kind, record.component, block, elapsed(origin, begin), elapsed(origin, end), part)

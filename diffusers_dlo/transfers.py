@@ -76,7 +76,6 @@ class Transfers:
         if self._decoder is None or not self._decoder.fits(codec, nbytes, scratch):
             self._drop_decoder()  # first: the device's memory may not do for both
             self._decoder = Decoder(self.platform, codec, nbytes, scratch)
-            self._between = self.platform.new_timing_event()
 
     def _drop_decoder(self) -> None:
         if self._decoder is not None:
@@ -169,22 +168,14 @@ class Transfers:
         """As `copy`, of coded shards ([Note: Decoding]); what is behind the last decoding records `record`."""
         decoder = self._decoder
         assert decoder is not None
-        with self._timed(COPY, unit) as copying, self._timed(DECODE, unit) as decoding:
-            for index, copy in enumerate(copies):
-                taken = decoder.take(copy)
-                first, last = index == 0, index == len(copies) - 1
-                timed = self._part_of(copying, first, last)
+        for part, copy in enumerate(copies):
+            taken = decoder.take(copy)
+            with self._timed(COPY, unit, part) as timed:
                 self.platform.submit(stream, taken.copy, after=(taken.free,), record=taken.arrived, timed=timed)
-                timed = self._part_of(decoding, first, last)
-                waits = (taken.arrived, *after) if first else (taken.arrived,)
+            waits = (taken.arrived, *after) if part == 0 else (taken.arrived,)
+            with self._timed(DECODE, unit, part) as timed:
                 self.platform.submit(decoder.stream, taken.decode, after=waits, record=taken.free, timed=timed)
-            self.platform.submit(decoder.stream, lambda: realign(realigned), record=record)
-
-    def _part_of(self, span: tuple[Event, Event] | None, first: bool, last: bool) -> tuple[Event, Event] | None:
-        """The timing events for one of several pieces of work that are timed as one."""
-        if span is None or not (first or last):
-            return None
-        return (span[0] if first else self._between, span[1] if last else self._between)
+        self.platform.submit(decoder.stream, lambda: realign(realigned), record=record)
 
     def copy_now(self, unit: Unit, copies: Copies) -> None:
         """Queues `copies`, of host memory of a leaf, on the current stream."""
@@ -210,14 +201,17 @@ class Transfers:
             self.platform.submit(stream, work, after=after, record=record, timed=span)
 
     @contextmanager
-    def _timed(self, kind: str, unit: Unit) -> Iterator[tuple[Event, Event] | None]:
-        """What is queued inside is one transfer of a block: named, and timed by these two events where it is."""
+    def _timed(self, kind: str, unit: Unit, part: int = 0) -> Iterator[tuple[Event, Event] | None]:
+        """
+        What is queued inside is one transfer of a block, or a part of it: named, and timed by these two events where
+        it is.
+        """
         timing = None if self.for_others else self.timing
         span = timing.new_span() if timing is not None else None
         with label(kind, unit):
             yield span
         if timing is not None and span is not None:
-            timing.transferred(kind, unit, span)
+            timing.transferred(kind, unit, span, part)
 
     def wait(self, unit: Unit, fence: Event) -> None:
         """`Platform.compute_wait` for a block."""

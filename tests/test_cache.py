@@ -1619,7 +1619,7 @@ def test_a_cache_that_others_have_written(without_rights: tuple[Path, list[dict[
 
 def _die_while_writing(rank: int, size: int, path: str, folder: str, victim: int) -> str:
     gc.freeze()
-    original = container._write
+    original = container.write_bytes
     calls = 0
 
     def write_a_little(*args: Any) -> None:
@@ -1629,7 +1629,7 @@ def _die_while_writing(rank: int, size: int, path: str, folder: str, victim: int
         if rank == victim and calls == 20:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    container._write = write_a_little
+    container.write_bytes = write_a_little
     model, expected = load(path), expected_of(path)
     parameters = dict(model.named_parameters())
     with pytest.raises(RuntimeError, match="ended"):

@@ -14,6 +14,7 @@ from diffusers.utils.torch_utils import unwrap_module
 from torch import nn
 
 from ..casts import flat_bytes, run_dtype, set_pending_casts
+from ..coding.coded_file import is_shard_key
 from ..tensor_utils import born_on_device, owned_tensors, put
 from .files import find_checkpoint
 from .pending_guard import guard_pending
@@ -44,8 +45,9 @@ def load_mapped_checkpoint(model: nn.Module, path: str | os.PathLike) -> nn.Modu
 
     Raises:
         `TypeError`: the class of `model` does not define `_remap_ckpt_key`.
-        `ValueError`: nothing to fill; several checkpoints in the directory; an index that leads out of its directory;
-            a key that `_remap_ckpt_key` fails on; missing, unexpected, duplicated or mismatched tensors, all listed.
+        `ValueError`: nothing to fill; a coded checkpoint, or several in the directory; an index that leads out of its
+            directory; a key that `_remap_ckpt_key` fails on; missing, unexpected, duplicated or mismatched tensors,
+            all listed.
         `RuntimeError`: no safetensors, or files that are damaged, missing, or disagree with their index.
     """
     if not isinstance(model, nn.Module):
@@ -90,6 +92,11 @@ def _sources(
         if absent:
             raise damaged(found, f"'{os.path.basename(file)}' lacks keys it lists there: {list_some(absent)}")
         for stored in headers[file]:
+            if is_shard_key(stored.key):
+                raise ValueError(
+                    f"'{file}' is coded, and a meta model is filled with weights as they are. Load it with "
+                    "from_pretrained, or decode it with `diffusers-dlo pack --decode`."
+                )
             try:
                 name = remap(stored.key)
             except Exception as error:

@@ -36,6 +36,7 @@ DIGEST_KEY = "coded_sha256"
 FORMAT = 1
 """The version of the description; what has another one is refused."""
 _PREFIX = "dlo_coded."
+_ITEMSIZES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
 
 
 def shard_key(block: str, shard: int) -> str:
@@ -85,6 +86,11 @@ class CodedTensor:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * _ITEMSIZES[self.dtype]
+
 
 @dataclass(frozen=True)
 class CodedBlock:
@@ -100,6 +106,11 @@ class CodedBlock:
     def coded_nbytes(self) -> int:
         """Bytes of all its coded shards."""
         return sum(shard.place.nbytes for shard in self.shards)
+
+    @property
+    def tensors_nbytes(self) -> int:
+        """Bytes of its weights when they are not coded."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -228,8 +239,8 @@ def _parse(path: str, described: Mapping[str, Any], stored: Mapping[str, StoredT
 
 
 def _parse_tensor(names: list[str], dtype: str, shape: list[int]) -> CodedTensor:
-    if dtype not in {str(known).removeprefix("torch.") for known in DTYPES.values()}:
-        raise ValueError(f"'{names[0]}' is of an unknown dtype, {dtype!r}")
+    if dtype not in _ITEMSIZES or not names:
+        raise ValueError(f"a weight has no name, or is of an unknown dtype ({names}, {dtype!r})")
     sizes = tuple(_count(size) for size in shape)
     if math.prod(sizes) > 1 << 48:
         raise ValueError(f"'{names[0]}' is larger than any memory")

@@ -6,7 +6,7 @@ where they are, nor decode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -37,10 +37,8 @@ def guard_coded(model: nn.Module, names: Collection[str]) -> None:
                 path = owner.name.removesuffix(owner.attribute).removesuffix(".")
                 guarded[id(owner.module)] = (owner.module, f"{label}.{path}" if path else label)
     for module, path in guarded.values():
-        CodedGuard(module, path).attach()
-    for name in _REFUSED:
-        if callable(getattr(model, name, None)):
-            object.__setattr__(model, name, _Refusal(model, name, label))
+        refused = [name for name in _REFUSED if callable(getattr(model, name, None))] if module is model else []
+        CodedGuard(module, path, [_Refusal(model, name, label) for name in refused]).attach()
 
 
 def unguard_coded(model: nn.Module) -> None:
@@ -49,11 +47,6 @@ def unguard_coded(model: nn.Module) -> None:
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, CodedGuard):
                 hook.remove()
-    for name in _REFUSED:
-        found = vars(model).get(name)
-        if isinstance(found, _Refusal):
-            found.is_over = True
-            del vars(model)[name]
 
 
 class CodedGuard:
@@ -64,11 +57,13 @@ class CodedGuard:
     Args:
         module (`nn.Module`): the module.
         label (`str`): what to call it.
+        refusals (`Sequence[_Refusal]`): what is to stand in for methods of it.
     """
 
-    def __init__(self, module: nn.Module, label: str) -> None:
+    def __init__(self, module: nn.Module, label: str, refusals: Sequence[_Refusal]) -> None:
         self._module = module
         self._label = label
+        self._refusals = refusals
         self._is_over = False
 
     def attach(self) -> None:
@@ -77,6 +72,8 @@ class CodedGuard:
         self._module.register_state_dict_pre_hook(self.refuse_reading)
         self._module.register_load_state_dict_pre_hook(self.refuse_loading)
         object.__setattr__(self._module, "_apply", self.apply)
+        for refusal in self._refusals:
+            object.__setattr__(self._module, refusal.name, refusal)
 
     def remove(self) -> None:
         """Takes it off."""
@@ -87,6 +84,10 @@ class CodedGuard:
                 del hooks[key]
         if getattr(vars(module).get("_apply"), "__self__", None) is self:
             del vars(module)["_apply"]
+        for refusal in self._refusals:
+            refusal.is_over = True
+            if vars(module).get(refusal.name) is refusal:
+                del vars(module)[refusal.name]
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple) -> None:
@@ -123,15 +124,15 @@ class _Refusal:
     """Stands in for a method of a coded model."""
 
     def __init__(self, model: nn.Module, name: str, label: str) -> None:
-        self._model, self._name, self._label = model, name, label
+        self._model, self.name, self._label = model, name, label
         self.is_over = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_over:
-            raise RuntimeError(f"'{self._name}' is refused: the weights of '{self._label}' are still coded. {_REMEDY}")
-        if vars(self._model).get(self._name) is self:  # put back by what stood before it
-            del vars(self._model)[self._name]
-        return getattr(self._model, self._name)(*args, **kwargs)
+            raise RuntimeError(f"'{self.name}' is refused: the weights of '{self._label}' are still coded. {_REMEDY}")
+        if vars(self._model).get(self.name) is self:  # put back by what stood before it
+            del vars(self._model)[self.name]
+        return getattr(self._model, self.name)(*args, **kwargs)
 
 
 def _guard_of(hook: Any) -> Any:

@@ -152,7 +152,7 @@ def _put_meta(model: nn.Module, tensor: CodedTensor, path: str) -> None:
             made = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
             if isinstance(old, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=old.requires_grad)
-        slots[attribute] = made
+        slots[attribute] = made  # type: ignore[assignment]  # a buffer among buffers
 
 
 def coded_file_of(module: nn.Module) -> CodedFile | None:

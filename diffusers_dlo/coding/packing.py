@@ -13,8 +13,9 @@ that file, nor choose the codec.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from torch import nn
 from ..block_discovery import FoundUnit, find_units
 from ..block_layout import BlockLayout, lay_out
 from ..casts import copy_bytes
-from ..checkpoint.container import Container, chunk_digests, content_digest, write_bytes
+from ..checkpoint.container import Container, Entry, chunk_digests, content_digest, write_bytes
 from ..checkpoint.mapped import FileRange
 from ..checkpoint.safetensors_file import peek_header, read_metadata
 from ..packed_weights import groups_of, new_file, progress, state_of
@@ -43,11 +44,11 @@ from .shard_coding import (
     Region,
     Segment,
     check_segments,
-    decode_shard,
     encode_shard,
     regions_of,
     shard_bounds,
 )
+from .unpacking import decoded
 
 
 _NO_DIGEST = "0" * 64
@@ -73,18 +74,16 @@ def write_coded(module: nn.Module, path: str, title: str, codec: Codec, ranks: i
     """
     state = state_of(module)
     groups = groups_of(module, state)
-    candidates = _candidates(module, state)
+    candidates = list(_candidates(module, state))
     empty = CodedFile(path, codec.name, codec.version, ranks, str(dtype).removeprefix("torch."), {})
-    raw = replace(empty, blocks={layout.name: _as_it_is(layout, unit, ranks, path) for layout, unit in candidates})
-    room = len(Container(groups, _metadata(_with_sizes(raw, candidates)), _runs(raw)).header)
-    total = sum(block.nbytes for block in raw.blocks.values())
     if not candidates:
         return empty
+    room = _room_for(empty, groups, candidates)
     with new_file(path) as fd:
-        with progress(f"Coding {title}", total) as bar:
+        with progress(f"Coding {title}", sum(one.layout.nbytes for one in candidates)) as bar:
             coder = _Coder(fd, room, codec, ranks, bar.update)
-            for layout, unit in candidates:
-                coder.add(layout, unit)
+            for candidate in candidates:
+                coder.add(candidate)
         if not coder.blocks:
             return empty
         coded = replace(empty, blocks=coder.blocks, sizes=coder.sizes, content=_NO_DIGEST)
@@ -100,6 +99,77 @@ def write_coded(module: nn.Module, path: str, title: str, codec: Codec, ranks: i
         digest = header_digest(peek_header(path), read_metadata(path))
         container.write_header(fd, **{**_metadata(coded), DIGEST_KEY: digest})
     return coded
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A block that may be coded."""
+
+    layout: BlockLayout
+    unit: FoundUnit
+    tensors: tuple[CodedTensor, ...]
+    regions: list[Region]
+
+    def regions_in(self, bounds: tuple[int, int]) -> list[Region]:
+        """The parts of regions that lie in a shard: one for each of its segments."""
+        cut = [Region(max(r.start, bounds[0]), min(r.stop, bounds[1]), r.dtype) for r in self.regions]
+        return [region for region in cut if region.start < region.stop]
+
+    def image(self, bounds: tuple[int, int]) -> torch.Tensor:
+        """Bytes `bounds` of the image, zeros between its tensors."""
+        image = torch.zeros(bounds[1] - bounds[0], dtype=torch.uint8)
+        for tensor, owned in zip(self.layout.tensors, self.unit.tensors):
+            start, stop = max(tensor.offset, bounds[0]), min(tensor.offset + tensor.nbytes, bounds[1])
+            if start < stop:
+                copy_bytes(owned.tensor, start - tensor.offset, image[start - bounds[0] : stop - bounds[0]])
+        return image
+
+    def coded(self, shards: Iterable[CodedShard]) -> CodedBlock:
+        """What is said of it with these shards."""
+        return CodedBlock(self.layout.name, self.layout.digest, self.layout.nbytes, self.tensors, tuple(shards))
+
+    def as_it_is(self, ranks: int) -> CodedBlock:
+        """What would be said of it if coding had no effect."""
+        shards = []
+        for shard in range(ranks):
+            start, stop = bounds = shard_bounds(self.layout.nbytes, ranks, shard)
+            segments = tuple(
+                Segment(first - start, last - first, first - start, last - first)
+                for first, last, _ in self.regions_in(bounds)
+            )
+            place = FileRange("", start, stop - start)
+            shards.append(CodedShard(self.layout.name, start, stop - start, place, _NO_SUM, segments))
+        return self.coded(shards)
+
+
+def _candidates(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[_Candidate]:
+    """The blocks with 16-bit floats of which the checkpoint would hold all tensors, under all their names."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in state.items():
+        names[id(tensor)].append(name)
+    for unit in find_units(module)[0]:
+        if unit.is_leaf or not all(
+            owned.tensor.is_contiguous() and all(owner.name in names[id(owned.tensor)] for owner in owned.owners)
+            for owned in unit.tensors
+        ):
+            continue
+        layout = lay_out(unit.name, unit.tensors, is_leaf=False)
+        regions = regions_of(layout)
+        if any(region.dtype in CODED_DTYPES for region in regions):
+            tensors = tuple(
+                CodedTensor(tuple(names[id(owned.tensor)]), tensor.dtype, tensor.shape)
+                for tensor, owned in zip(layout.tensors, unit.tensors)
+            )
+            yield _Candidate(layout, unit, tensors, regions)
+
+
+def _room_for(empty: CodedFile, groups: list[list[Entry]], candidates: list[_Candidate]) -> int:
+    """Bytes of the header of a file with all blocks coded as they are, and all tensors too: more than may come."""
+    blocks = {one.layout.name: one.as_it_is(empty.ranks) for one in candidates}
+    most = sum(block.coded_nbytes for block in blocks.values())
+    dtypes = {region.dtype for one in candidates for region in one.regions}
+    raw = replace(empty, blocks=blocks, sizes=dict.fromkeys(sorted(dtypes), (most, most)), content=_NO_DIGEST)
+    return len(Container(groups, _metadata(raw), _runs(raw)).header)
 
 
 class _Coder:
@@ -124,107 +194,39 @@ class _Coder:
         self._fd, self._codec, self._ranks, self._done = fd, codec, ranks, done
         self._sums = CheckSums(codec.device)
 
-    def add(self, layout: BlockLayout, unit: FoundUnit) -> None:
+    def add(self, block: _Candidate) -> None:
         """Codes a block; if that does not make it smaller, it is as if it had not been there."""
-        begin, shards, sizes = self.end, [], dict(self.sizes)
-        regions = regions_of(layout)
+        begin, shards, sizes, nbytes = self.end, [], dict(self.sizes), block.layout.nbytes
         for shard in range(self._ranks):
-            bounds = shard_bounds(layout.nbytes, self._ranks, shard)
-            coded, check_sum, segments = self._code(layout, unit, bounds, regions)
+            bounds = shard_bounds(nbytes, self._ranks, shard)
+            coded, check_sum, segments = self._code(block, bounds)
             place = FileRange("", self.end, coded.numel())
-            shards.append(CodedShard(layout.name, bounds[0], bounds[1] - bounds[0], place, check_sum, tuple(segments)))
+            shards.append(CodedShard(block.layout.name, bounds[0], bounds[1] - bounds[0], place, check_sum, segments))
             write_bytes(self._fd, coded.numpy().data, self.end)
             self.end += coded.numel()
-            for segment, region in zip(segments, _regions_in(regions, bounds)):
+            for segment, region in zip(segments, block.regions_in(bounds)):
                 before, after = sizes.get(region.dtype, (0, 0))
                 sizes[region.dtype] = before + segment.nbytes, after + segment.coded_nbytes
-            self._done(max(0, min(bounds[1], layout.nbytes) - bounds[0]))
+            self._done(min(bounds[1], nbytes) - min(bounds[0], nbytes))
         if any(segment.is_coded for shard in shards for segment in shard.segments):
-            block = CodedBlock(layout.name, layout.digest, layout.nbytes, _tensors_of(layout, unit), tuple(shards))
-            self.blocks[layout.name], self.sizes = block, sizes
+            self.blocks[block.layout.name], self.sizes = block.coded(shards), sizes
         else:
             self.end = begin
 
-    def _code(
-        self, layout: BlockLayout, unit: FoundUnit, bounds: tuple[int, int], regions: list[Region]
-    ) -> tuple[torch.Tensor, str, list[Segment]]:
-        """One shard of a block, coded, on the host; its check sum and segments. Decoded again before."""
+    def _code(self, block: _Candidate, bounds: tuple[int, int]) -> tuple[torch.Tensor, str, tuple[Segment, ...]]:
+        """One shard, coded, on the host; its check sum and segments. It was decoded again."""
         codec, nbytes = self._codec, bounds[1] - bounds[0]
-        data = _image(layout, unit, bounds).to(codec.device)
-        coded, found = encode_shard(data, bounds, regions, codec)
-        segments = [segment for segment, _ in found]
+        data = block.image(bounds).to(codec.device)
+        coded, found = encode_shard(data, bounds, block.regions, codec)
+        segments = tuple(segment for segment, _ in found)
         on_host = coded.to("cpu")
         check_segments(on_host, segments, nbytes, codec)
-        decoded = torch.empty_like(data)
-        largest = max((segment.nbytes for segment in segments), default=0)
-        scratch = torch.empty(codec.scratch_nbytes(largest), dtype=torch.uint8, device=codec.device)
-        decode_shard(coded, segments, decoded, codec, scratch)
-        if not torch.equal(decoded, data):
+        if not torch.equal(decoded(coded, segments, nbytes, codec), data):
             raise RuntimeError(
-                f"Bytes {bounds[0]} to {bounds[1]} of block '{layout.name}' do not decode to what they were with "
-                f"'{codec.name}' {codec.version}; nothing was written. Pack with another --codec, or without."
+                f"Bytes {bounds[0]} to {bounds[1]} of block '{block.layout.name}' do not decode to what they were "
+                f"with '{codec.name}' {codec.version}; nothing was written. Pack with another --codec, or without."
             )
         return on_host, as_text(self._sums.queue(coded)), segments
-
-
-def _candidates(module: nn.Module, state: dict[str, torch.Tensor]) -> list[tuple[BlockLayout, FoundUnit]]:
-    """The blocks that may be coded: with 16-bit floats, and all of whose tensors the checkpoint would hold."""
-    found = []
-    for unit in find_units(module)[0]:
-        stored = all(
-            state.get(owner.name) is owned.tensor and owned.tensor.is_contiguous()
-            for owned in unit.tensors
-            for owner in owned.owners
-        )
-        if stored and not unit.is_leaf:
-            layout = lay_out(unit.name, unit.tensors, is_leaf=False)
-            if any(region.dtype in CODED_DTYPES for region in regions_of(layout)):
-                found.append((layout, unit))
-    return found
-
-
-def _image(layout: BlockLayout, unit: FoundUnit, bounds: tuple[int, int]) -> torch.Tensor:
-    """Bytes `bounds` of a block's image, zeros between its tensors."""
-    image = torch.zeros(bounds[1] - bounds[0], dtype=torch.uint8)
-    for tensor, owned in zip(layout.tensors, unit.tensors):
-        start, stop = max(tensor.offset, bounds[0]), min(tensor.offset + tensor.nbytes, bounds[1])
-        if start < stop:
-            copy_bytes(owned.tensor, start - tensor.offset, image[start - bounds[0] : stop - bounds[0]])
-    return image
-
-
-def _tensors_of(layout: BlockLayout, unit: FoundUnit) -> tuple[CodedTensor, ...]:
-    return tuple(
-        CodedTensor(tuple(owner.name for owner in owned.owners), tensor.dtype, tensor.shape)
-        for tensor, owned in zip(layout.tensors, unit.tensors)
-    )
-
-
-def _regions_in(regions: list[Region], bounds: tuple[int, int]) -> list[Region]:
-    """The parts of regions that lie in a shard: one for each of its segments."""
-    cut = [Region(max(r.start, bounds[0]), min(r.stop, bounds[1]), r.dtype) for r in regions]
-    return [region for region in cut if region.start < region.stop]
-
-
-def _as_it_is(layout: BlockLayout, unit: FoundUnit, ranks: int, path: str) -> CodedBlock:
-    """What would be said of a block if coding it had no effect."""
-    shards = []
-    for shard in range(ranks):
-        start, stop = bounds = shard_bounds(layout.nbytes, ranks, shard)
-        segments = tuple(
-            Segment(region.start - start, region.stop - region.start, region.start - start, region.stop - region.start)
-            for region in _regions_in(regions_of(layout), bounds)
-        )
-        place = FileRange(path, start, stop - start)
-        shards.append(CodedShard(layout.name, start, stop - start, place, _NO_SUM, segments))
-    return CodedBlock(layout.name, layout.digest, layout.nbytes, _tensors_of(layout, unit), tuple(shards))
-
-
-def _with_sizes(raw: CodedFile, candidates: list[tuple[BlockLayout, FoundUnit]]) -> CodedFile:
-    """With sizes that take as much room as any could, and a digest."""
-    most = sum(block.coded_nbytes for block in raw.blocks.values())
-    dtypes = {region.dtype for layout, _ in candidates for region in regions_of(layout)}
-    return replace(raw, sizes=dict.fromkeys(sorted(dtypes), (most, most)), content=_NO_DIGEST)
 
 
 def _runs(coded: CodedFile) -> list[tuple[str, int]]:

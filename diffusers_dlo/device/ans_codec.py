@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..block_layout import align
+from ..block_layout import ALIGNMENT, align
 from ..coding.codec import Codec
 
 
@@ -172,13 +172,15 @@ class AnsCodec(Codec):
 
     def scratch_nbytes(self, nbytes: int) -> int:
         count = _chunks_of(nbytes)
-        return 3 * align(8 * count) + self._temporary_nbytes(count, nbytes)
+        return 4 * align(8 * count) + max(self._temporary_nbytes(count, nbytes), ALIGNMENT)
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
         count = _chunks_of(out.numel())
         offsets, sizes, lengths = _table(coded, count)
         step = align(8 * count)
-        sources, targets, found = (scratch[i * step : i * step + 8 * count].view(torch.int64) for i in range(3))
+        sources, targets, found, statuses = (
+            scratch[i * step : i * step + 8 * count].view(torch.int64) for i in range(4)
+        )
         torch.add(offsets, coded.data_ptr(), out=sources)
         torch.arange(count, out=targets)
         targets.mul_(_CHUNK_NBYTES).add_(out.data_ptr())
@@ -189,11 +191,11 @@ class AnsCodec(Codec):
                 c_void_p(lengths.data_ptr()),
                 c_void_p(found.data_ptr()),
                 c_size_t(count),
-                c_void_p(scratch.data_ptr() + 3 * step),
+                c_void_p(scratch.data_ptr() + 4 * step),
                 c_size_t(self._temporary_nbytes(count, out.numel())),
                 c_void_p(targets.data_ptr()),
                 self._decompress_options,
-                None,
+                c_void_p(statuses.data_ptr()),
                 self._stream(),
             ),
             "nvcompBatchedANSDecompressAsync",
