@@ -22,7 +22,7 @@ from .coding.codec import ON_HOST, Codec, open_codec
 from .coding.coded_file import CodedFile, read_coded_file
 from .coding.loading import release
 from .coding.packing import write_coded
-from .coding.unpacking import Decoder, check_content
+from .coding.unpacking import Decoder, check_file
 from .config import DistributedLayerwiseOffloadConfig
 from .device.onload import default_device
 from .device.platform import get_platform
@@ -150,7 +150,7 @@ def decode_checkpoint(model: str, out: str) -> list[str]:
     files = {name: _find_coded(os.path.join(source, name)) for name in names}
     decoders = {name: Decoder(coded, _open_codec(coded.codec)) for name, coded in files.items()}
     for name, coded in files.items():
-        check_content(coded, f"Checking {name or os.path.basename(source)}")
+        check_file(coded, f"Checking {name or os.path.basename(source)}")
     modules = _load_coded(source, names)
     written = []
     with new_directory(source, out) as folder:

@@ -34,10 +34,15 @@ class Shadows:
             owner, shadow = find_owner(), find_shadow()
             if owner is None or shadow is None or vars(owner).get(name) is not shadow:
                 continue
-            if previous is None:
+            if previous is None or _is_over(previous):
                 del vars(owner)[name]
             else:
                 object.__setattr__(owner, name, previous)
+
+
+def _is_over(method: Any) -> bool:
+    """Whether what stood in for a method, before this did, was taken back meanwhile."""
+    return any(getattr(one, "is_over", False) for one in (method, getattr(method, "__self__", None)))
 
 
 def refusal(what: str, name: str, reason: str) -> Callable:

@@ -122,7 +122,7 @@ class Transfers:
         Queues `copies`, of a block's host memory, behind the events `after`; then its realignments, and then `record`.
         """
         if copies and copies[0].coded is not None:
-            self._copy_decoded(unit, stream, copies, after, record, realigned)
+            self._copy_decoded(unit, stream, copies, after, record)
             return
         pinned = self._ring_for(unit)
         if pinned is not None and copies:
@@ -163,9 +163,8 @@ class Transfers:
         copies: Copies,
         after: Sequence[Event],
         record: Event,
-        realigned: Realigned,
     ) -> None:
-        """As `copy`, of coded shards ([Note: Decoding]); what is behind the last decoding records `record`."""
+        """As `copy`, of coded shards, which need no realigning ([Note: Decoding]); the last decoding is behind all."""
         decoder = self._decoder
         assert decoder is not None
         for part, copy in enumerate(copies):
@@ -175,7 +174,7 @@ class Transfers:
             waits = (taken.arrived, *after) if part == 0 else (taken.arrived,)
             with self._timed(DECODE, unit, part) as timed:
                 self.platform.submit(decoder.stream, taken.decode, after=waits, record=taken.free, timed=timed)
-        self.platform.submit(decoder.stream, lambda: realign(realigned), record=record)
+        self.platform.submit(decoder.stream, _nothing, record=record)
 
     def copy_now(self, unit: Unit, copies: Copies) -> None:
         """Queues `copies`, of host memory of a leaf, on the current stream."""
@@ -222,6 +221,10 @@ class Transfers:
             self.platform.compute_wait(fence)
         if timing is not None:
             timing.begin(unit)
+
+
+def _nothing() -> None:
+    """What is queued where only an event is to be recorded."""
 
 
 def _queue_copies(copies: Copies) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from diffusers_dlo import (
 )
 from diffusers_dlo.distributed.group import OffloadGroup, World
 from diffusers_dlo.gather_lane import GatherLane
+from tests.coded import code_as_it_is
 from tests.other_ranks import AbsentRanks, Echo
 from tests.queues import MODES, Stream
 from tests.schedules import ScheduledPlatform
@@ -74,7 +76,7 @@ class Kind:
     """
     What is not left to the seed: the options, how many ranks share weights, the budgets of the models in turn as a
     fraction of all shards, how many models there are from the beginning, whether a shard is gathered from its place in
-    the block, and whether always from its slot.
+    the block, and whether always from its slot; and which of the blocks are coded, `"all"` or `"some"`.
     """
 
     transfer: str | None = None
@@ -84,6 +86,7 @@ class Kind:
     models: int = 1
     in_place: bool | None = None
     slots_only: bool | None = None
+    coded: str = ""
 
 
 class Scenario:
@@ -120,7 +123,8 @@ class Scenario:
             self.ranks.in_place = self._choose(kind.in_place, 0.75)
             self.platform.slots_only = self._choose(kind.slots_only, 0.25)
         self.options = {"transfer": transfer, "num_slots": kind.num_slots or self.random.choice((2, 2, 3, 4))}
-        self.options |= {"host": "pinned", "gather": "collective"}
+        self.options |= {"host": "coded" if kind.coded else "pinned", "gather": "collective"}
+        self.folder = tempfile.TemporaryDirectory()
         self.models: list[tuple[Readers, OffloadHandle]] = []
         self.enabled = self.schedules = 0
 
@@ -138,6 +142,9 @@ class Scenario:
         fractions = self.kind.fractions or (rng.choice((0, 0, 0, 0.3, 0.5, 0.9, 1.0, 1.5)),)
         fraction = fractions[(self.enabled - 1) % len(fractions)]
         budget = int(fraction * sum(block.shard_nbytes(self.group.size) for block in plan.blocks)) or None
+        if self.kind.coded:
+            path = f"{self.folder.name}/{self.enabled}.safetensors"
+            code_as_it_is(model, path, self.group.size, lambda block: self.kind.coded == "all" or block % 2 == 0)
         with (
             patch.object(api, "get_platform", lambda device: self.platform),
             patch.object(api, "form_group", lambda world, introductions, timeout: self.group),
@@ -172,6 +179,7 @@ class Scenario:
             while self.models:
                 self.models.pop()[1].remove()
             self.platform.synchronize()
+            self.folder.cleanup()
         return faults or self.platform.faults
 
     def _schedule(self) -> None:

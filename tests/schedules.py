@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from diffusers_dlo.device import decoder
 from diffusers_dlo.device.interface import Platform
 from tests.queues import Gather, Mark, Memory, Notes, Queues, Run, Stream
 
@@ -60,7 +61,8 @@ class ScheduledPlatform(Queues, Platform):
         return self.slots_only
 
     def new_stream(self, high_priority: bool = False) -> Stream:
-        return self.add_stream("comm" if high_priority else "copy")
+        asks = sys._getframe(1).f_globals["__name__"]
+        return self.add_stream("decode" if asks == decoder.__name__ else "comm" if high_priority else "copy")
 
     def add_stream(self, name: str) -> Stream:
         """A stream of the kind `name`."""
@@ -110,7 +112,8 @@ class ScheduledPlatform(Queues, Platform):
             found: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[]]
             with Notes(found):
                 work()
-            what = "gather" if self._gathers or stream.name == "comm" and found[0] else "copy" if found[0] else "only"
+            what = {"comm": "gather", "decode": "decode"}.get(stream.name, "copy") if found[0] else "only"
+            what = "gather" if self._gathers else what
             for mark in after:
                 is_ahead = any(
                     self.memory_of(g.image) is mark.target is not self.memory_of(g.shard) for g in self._gathers
@@ -127,7 +130,8 @@ class ScheduledPlatform(Queues, Platform):
                 for run in [self._run_of(*parts) for parts in pair]:
                     self.push(stream, "realign", lambda run=run: self._move("realign", run))
             if record is not None:
-                self._record(stream, record, what)
+                # What only follows a decoding says that the shard is there.
+                self._record(stream, record, "decode" if what == "only" and stream.name == "decode" else what)
                 record.target = self.memory_of(found[0][0][0]) if found[0] else None
             self._step()
 

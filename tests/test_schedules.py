@@ -33,6 +33,14 @@ def test_right_whatever_runs_when(part: int, request: pytest.FixtureRequest) -> 
         repeat(seed)
 
 
+@pytest.mark.parametrize("kind", (Kind(coded="all"), Kind("local", coded="some")), ids=("all", "some"))
+def test_right_with_coded_blocks(kind: Kind) -> None:
+    for seed in range(24):
+        scenario = Scenario(seed, kind)
+        faults = scenario.run(EACH)
+        assert not faults, (seed, faults[0])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS), ids=lambda part: f"part{part}")
@@ -56,6 +64,10 @@ STAGED = Kind("all_gather", 3, (0.9,), num_slots=2, slots_only=False)
 ALL_STAY = Kind("all_gather", 2, (1.0,), slots_only=False)
 FROM_SLOTS = Kind("all_gather", 2, (1.0,), slots_only=True)
 ONE_STAYS = Kind("all_gather", 2, (1.0, 0), num_slots=2, models=2, slots_only=False)
+
+CODED = Kind("local", 1, (0,), coded="all")
+CODED_SHARDS = Kind("all_gather", 2, (0,), in_place=True, coded="all")
+PARTLY_CODED = Kind("local", 1, (0,), coded="some")
 
 
 def leave_out(stream: str, before: str, awaited: str) -> Callable[[str, str, str], bool]:
@@ -83,6 +95,13 @@ RULES = {
     "computing behind another stream's": (LOCAL, leave_out("compute", "compute", "compute")),
     "release behind the last use": (LOCAL, leave_out("compute", "record", "compute")),
     "release behind the last use, gathered": (IN_PLACE, leave_out("compute", "record", "compute")),
+    "decoding behind the copy of its shard": (CODED, leave_out("decode", "decode", "copy")),
+    "decoding behind the last use of its slot": (CODED, leave_out("decode", "decode", "compute")),
+    "decoding behind the gather that nobody used": (CODED_SHARDS, leave_out("decode", "decode", "gather")),
+    "copy behind the decoding from its buffer": (CODED, leave_out("copy", "copy", "decode")),
+    "copy behind the decoding to its slot": (PARTLY_CODED, leave_out("copy", "copy", "decode")),
+    "gather behind its decoding": (CODED_SHARDS, leave_out("comm", "gather", "decode")),
+    "computing behind its decoding": (CODED, leave_out("compute", "compute", "decode")),
     "copy behind what used new memory": (Kind(), leave_out("copy", "copy", "new memory")),
 }
 
@@ -129,6 +148,9 @@ STEADY = {
     "all shards stay, gathered from slots": (Kind("all_gather", 2, (1.0,), in_place=True, slots_only=True), 3),
     "some stay whole": (Kind("all_gather", 2, (1.4,), slots_only=False), 3),
     "some stay whole, local": (Kind("local", 1, (0.5,)), 2),
+    "coded": (CODED, 2),
+    "coded, gathered": (CODED_SHARDS, 2),
+    "coded, staged": (Kind("all_gather", 2, (0.9,), slots_only=False, coded="all"), 2),
 }
 
 

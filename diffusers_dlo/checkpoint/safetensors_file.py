@@ -87,7 +87,7 @@ def peek_header(path: str) -> list[StoredTensor]:
         there, needed = os.path.getsize(path), max((one.offset + one.nbytes for one in stored), default=0)
         if there < needed:
             raise ValueError(f"it has {there:,} bytes, and by its header {needed:,}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise damaged(path, error) from None
     return stored
 
@@ -102,7 +102,7 @@ def read_metadata(path: str) -> dict[str, str]:
     try:
         metadata = _load_header(path)[0].get("__metadata__", {})
         return {str(key): str(value) for key, value in metadata.items()}
-    except (OSError, ValueError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, struct.error) as error:
         raise damaged(path, error) from None
 
 
@@ -121,6 +121,8 @@ def _parse_header(path: str) -> list[StoredTensor]:
     stored = []
     for key, entry in header.items():
         start, stop = entry["data_offsets"]
+        if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
+            raise ValueError(f"{key!r} is said to lie at {start!r} to {stop!r}")
         stored.append(StoredTensor(key, path, entry["dtype"], tuple(entry["shape"]), begin + start, stop - start))
     return stored
 

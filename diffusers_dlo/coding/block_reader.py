@@ -6,7 +6,7 @@ the host. Must not open files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from ..block_layout import align
 from .check_sum import CheckSums, as_text
 from .codec import Codec
 from .coded_file import CodedBlock, CodedShard
-from .shard_coding import check_segments, decode_shard
+from .shard_coding import Segment, check_segments, decode_shard
 
 
 def damaged_shard(shard: CodedShard, why: object) -> RuntimeError:
@@ -48,6 +48,15 @@ def check_content(shard: CodedShard, total: torch.Tensor) -> None:
         raise damaged_shard(shard, f"its check sum is {as_text(total)}, and was {shard.check_sum} when it was written")
 
 
+def decoded(coded: torch.Tensor, segments: Sequence[Segment], nbytes: int, codec: Codec) -> torch.Tensor:
+    """A coded shard, checked and intact, as the `nbytes` bytes that it was; both on the codec's device."""
+    out = torch.empty(nbytes, dtype=torch.uint8, device=codec.device)
+    most = max((segment.nbytes for segment in segments if segment.is_coded), default=0)
+    scratch = torch.empty(codec.scratch_nbytes(most) if most else 0, dtype=torch.uint8, device=codec.device)
+    decode_shard(coded, segments, out, codec, scratch)
+    return out
+
+
 class BlockReader:
     """
     Decodes whole blocks, one at a time and each to the end.
@@ -60,13 +69,13 @@ class BlockReader:
         self._codec = codec
         self._sums = CheckSums(codec.device)
 
-    def read(self, block: CodedBlock, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    def read(self, block: CodedBlock, sources: Iterable[torch.Tensor]) -> torch.Tensor:
         """
         A block's image on the host, `(nbytes,)` of `uint8`.
 
         Args:
             block (`CodedBlock`): which.
-            sources (`Sequence[torch.Tensor]`): the bytes of each of its shards, on the host.
+            sources (`Iterable[torch.Tensor]`): the bytes of each of its shards, on the host.
 
         Raises:
             `RuntimeError`: a shard is damaged.
@@ -76,11 +85,7 @@ class BlockReader:
             check_shard(source, shard, self._codec)
             coded = source.to(self._codec.device)
             check_content(shard, self._sums.queue(coded))
-            out = torch.empty(shard.nbytes, dtype=torch.uint8, device=self._codec.device)
-            most = max((s.nbytes for s in shard.segments if s.is_coded), default=0)
-            scratch = torch.empty(
-                self._codec.scratch_nbytes(most) if most else 0, dtype=torch.uint8, device=self._codec.device
+            image[shard.offset : shard.offset + shard.nbytes] = decoded(
+                coded, shard.segments, shard.nbytes, self._codec
             )
-            decode_shard(coded, shard.segments, out, self._codec, scratch)
-            image[shard.offset : shard.offset + shard.nbytes] = out.cpu()
         return image

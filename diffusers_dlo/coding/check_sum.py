@@ -34,7 +34,7 @@ class CheckSums:
 
     def queue(self, data: torch.Tensor) -> torch.Tensor:
         """The check sum of `data`, `(nbytes,)` of `uint8`, a multiple of 4: a tensor on its device, for `as_text`."""
-        words = data.view(torch.int32)
+        words = (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)
         total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
         factors = _odd_numbers(-(-words.numel() // _ROW), 2, data.device)
         full = words.numel() // _ROW * _ROW

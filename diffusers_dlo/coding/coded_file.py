@@ -18,13 +18,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..block_layout import ALIGNMENT
 from ..checkpoint.mapped import FileRange
-from ..checkpoint.safetensors_file import DTYPES, StoredTensor, damaged, peek_header, read_metadata
-from .shard_coding import Segment, shard_bounds
+from ..checkpoint.safetensors_file import DTYPES, StoredTensor, damaged, peek_header, read_metadata, without_repeats
+from .shard_coding import Segment, check_places, shard_bounds
 
 
 METHOD = "dlo_coded"
@@ -37,6 +40,8 @@ FORMAT = 1
 """The version of the description; what has another one is refused."""
 _PREFIX = "dlo_coded."
 _ITEMSIZES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
+_MOST = 1 << 48
+"""Bytes, or elements: more than any memory has."""
 
 
 def shard_key(block: str, shard: int) -> str:
@@ -178,7 +183,8 @@ def read_coded_file(path: str) -> CodedFile | None:
     What a safetensors file says of its coded blocks; None if it has none. Nothing but its header is read.
 
     Raises:
-        `RuntimeError`: the file is cut off, or what it says of itself is of another format, or contradicts itself.
+        `RuntimeError`: the file is cut off, or what it says of itself is missing, of another format, or contradicts
+            itself.
     """
     return parse_coded_file(path, peek_header(path), read_metadata(path))
 
@@ -193,14 +199,17 @@ def parse_coded_file(path: str, listed: Iterable[StoredTensor], metadata: Mappin
     stored = {one.key: one for one in listed}
     text = metadata.get(METADATA_KEY)
     if text is None:
+        if any(map(is_shard_key, stored)):
+            raise damaged(path, "it has coded shards, and the description of them is gone from its metadata")
         return None
     if metadata.get(DIGEST_KEY) != header_digest(stored.values(), metadata):
         raise damaged(path, "its header is not what was written")
     try:
-        described = json.loads(text)
-        if described["format"] != FORMAT:
-            raise ValueError(
-                f"it is in format {described['format']!r} of coded checkpoints, and this version reads {FORMAT}"
+        described = json.loads(text, object_pairs_hook=without_repeats)
+        if (found := _count(described["format"])) != FORMAT:
+            raise RuntimeError(
+                f"'{path}' is in format {found} of coded checkpoints, and this version of diffusers_dlo reads format "
+                f"{FORMAT}. Install the version that wrote it, or decode it with that (`diffusers-dlo pack --decode`)."
             )
         return _parse(path, described, stored)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -211,43 +220,102 @@ def parse_coded_file(path: str, listed: Iterable[StoredTensor], metadata: Mappin
 def _parse(path: str, described: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> CodedFile:
     ranks = _count(described["ranks"], 1)
     blocks: dict[str, CodedBlock] = {}
-    for entry in described["blocks"]:
-        name, nbytes = str(entry["name"]), _count(entry["nbytes"], 1)
-        if name in blocks or len(entry["shards"]) != ranks:
-            raise ValueError(f"block '{name}' has {len(entry['shards'])} shards for {ranks} ranks, or is there twice")
+    for entry in _items(described["blocks"]):
+        name, nbytes = _text(entry["name"]), _count(entry["nbytes"], 1)
+        listed = _items(entry["shards"])
+        if name in blocks or len(listed) != ranks:
+            raise ValueError(f"block '{name}' has {len(listed)} shards for {ranks} ranks, or is there twice")
         shards = []
-        for index, shard in enumerate(entry["shards"]):
-            start, stop = shard_bounds(nbytes, ranks, index)
-            found = stored[shard_key(name, index)]
-            segments = tuple(Segment(*(_count(number) for number in segment)) for segment in shard["segments"])
-            if sum(segment.nbytes for segment in segments) != stop - start or found.dtype != "U8":
-                raise ValueError(f"shard {index} of block '{name}' does not have the bytes that it should have")
-            place = FileRange(path, found.offset, found.nbytes)
-            shards.append(CodedShard(name, start, stop - start, place, str(shard["sum"]), segments))
-        tensors = tuple(_parse_tensor(*tensor) for tensor in entry["tensors"])
-        blocks[name] = CodedBlock(name, str(entry["digest"]), nbytes, tensors, tuple(shards))
+        for index, shard in enumerate(listed):
+            bounds = shard_bounds(nbytes, ranks, index)
+            try:
+                shards.append(_parse_shard(path, name, bounds, shard, stored.get(shard_key(name, index))))
+            except ValueError as error:
+                raise ValueError(f"shard {index} of block '{name}': {error}") from None
+        tensors = tuple(_parse_tensor(*tensor) for tensor in _items(entry["tensors"]))
+        blocks[name] = CodedBlock(name, _text(entry["digest"]), nbytes, tensors, tuple(shards))
+    _check_each_once(blocks, stored)
     return CodedFile(
         path=path,
-        codec=str(described["codec"]),
-        codec_version=str(described["codec_version"]),
+        codec=_text(described["codec"]),
+        codec_version=_text(described["codec_version"]),
         ranks=ranks,
-        dtype=str(described["dtype"]),
+        dtype=_text(described["dtype"]),
         blocks=blocks,
-        content=str(described["content"]),
-        sizes={str(dtype): (_count(sizes[0]), _count(sizes[1])) for dtype, sizes in described["sizes"].items()},
+        content=_text(described["content"]),
+        sizes={dtype: _parse_sizes(*_items(sizes)) for dtype, sizes in described["sizes"].items()},
     )
 
 
-def _parse_tensor(names: list[str], dtype: str, shape: list[int]) -> CodedTensor:
-    if dtype not in _ITEMSIZES or not names:
-        raise ValueError(f"a weight has no name, or is of an unknown dtype ({names}, {dtype!r})")
-    sizes = tuple(_count(size) for size in shape)
-    if math.prod(sizes) > 1 << 48:
-        raise ValueError(f"'{names[0]}' is larger than any memory")
-    return CodedTensor(tuple(map(str, names)), str(dtype), sizes)
+def _parse_shard(
+    path: str, block: str, bounds: tuple[int, int], shard: Mapping[str, Any], found: StoredTensor | None
+) -> CodedShard:
+    if found is None:
+        raise ValueError("it is not in the file")
+    if found.dtype != "U8" or found.shape != (found.nbytes,):
+        raise ValueError(f"it is a tensor of {found.dtype} and {found.shape}, not of {found.nbytes} bytes")
+    if found.offset % ALIGNMENT:
+        raise ValueError("it is not aligned in the file")
+    if not re.fullmatch("[0-9a-f]{16}", check_sum := _text(shard["sum"])):
+        raise ValueError(f"{check_sum!r} is no check sum")
+    segments = tuple(_parse_segment(*_items(numbers)) for numbers in _items(shard["segments"]))
+    check_places(segments, bounds[1] - bounds[0], found.nbytes)
+    place = FileRange(path, found.offset, found.nbytes)
+    return CodedShard(block, bounds[0], bounds[1] - bounds[0], place, check_sum, segments)
+
+
+def _parse_segment(offset: object, nbytes: object, coded_offset: object, coded_nbytes: object) -> Segment:
+    return Segment(_count(offset), _count(nbytes), _count(coded_offset), _count(coded_nbytes))
+
+
+def _parse_sizes(nbytes: object, coded_nbytes: object) -> tuple[int, int]:
+    return _count(nbytes), _count(coded_nbytes)
+
+
+def _parse_tensor(names: object, dtype: object, shape: object) -> CodedTensor:
+    known = tuple(_text(name) for name in _items(names))
+    if not known or dtype not in _ITEMSIZES:
+        raise ValueError(f"the tensor {known} is of an unknown dtype, {dtype!r}, or has no name")
+    sizes = tuple(_count(size) for size in _items(shape))
+    if math.prod(max(size, 1) for size in sizes) > _MOST:
+        raise ValueError(f"'{known[0]}' is larger than any memory")
+    return CodedTensor(known, _text(dtype), sizes)
+
+
+def _check_each_once(blocks: Mapping[str, CodedBlock], stored: Mapping[str, StoredTensor]) -> None:
+    names = [name for block in blocks.values() for tensor in block.tensors for name in tensor.names]
+    if len(set(names)) < len(names):
+        raise ValueError(f"'{Counter(names).most_common(1)[0][0]}' is in coded blocks twice")
+    known = {shard_key(block.name, index) for block in blocks.values() for index in range(len(block.shards))}
+    if strange := [key for key in stored if is_shard_key(key) and key not in known]:
+        raise ValueError(f"'{strange[0]}' is in the file, and in no block that is described")
+    end = 0
+    for place in sorted(
+        (shard.place for block in blocks.values() for shard in block.shards), key=lambda one: one.offset
+    ):
+        if place.nbytes and place.offset < end:
+            raise ValueError(f"two coded shards share byte {place.offset} of the file")
+        end = max(end, place.offset + place.nbytes)
+
+
+def _items(found: object) -> list[Any]:
+    if not isinstance(found, list):
+        raise ValueError(f"{_short(found)} is no list")
+    return found
+
+
+def _text(found: object) -> str:
+    if not isinstance(found, str):
+        raise ValueError(f"{_short(found)} is no text")
+    return found
 
 
 def _count(number: object, least: int = 0) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        raise ValueError(f"{number!r} is no number of {least} or more")
+    if type(number) is not int or not least <= number <= _MOST:
+        raise ValueError(f"{_short(number)} is no number from {least} to {_MOST}")
     return number
+
+
+def _short(found: object) -> str:
+    text = repr(found)
+    return text if len(text) <= 40 else f"{text[:40]}..."

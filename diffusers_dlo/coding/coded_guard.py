@@ -64,7 +64,7 @@ class CodedGuard:
         self._module = module
         self._label = label
         self._refusals = refusals
-        self._is_over = False
+        self.is_over = False
 
     def attach(self) -> None:
         """Puts it on."""
@@ -77,7 +77,7 @@ class CodedGuard:
 
     def remove(self) -> None:
         """Takes it off."""
-        self._is_over = True
+        self.is_over = True
         module = self._module
         for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks, module._load_state_dict_pre_hooks):
             for key in [key for key, hook in hooks.items() if _guard_of(hook) is self]:
@@ -105,7 +105,7 @@ class CodedGuard:
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """The module's `_apply`: refused where `fn` would change what is coded, which counts as on the CPU."""
         module = self._module
-        if self._is_over:
+        if self.is_over:
             self.remove()
             return type(module)._apply(module, fn, recurse)
         parts = module.modules() if recurse else [module]

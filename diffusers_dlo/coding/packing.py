@@ -27,6 +27,7 @@ from ..checkpoint.container import Container, Entry, chunk_digests, content_dige
 from ..checkpoint.mapped import FileRange
 from ..checkpoint.safetensors_file import peek_header, read_metadata
 from ..packed_weights import groups_of, new_file, progress, state_of
+from .block_reader import decoded
 from .check_sum import CheckSums, as_text
 from .codec import Codec
 from .coded_file import (
@@ -48,7 +49,6 @@ from .shard_coding import (
     regions_of,
     shard_bounds,
 )
-from .unpacking import decoded
 
 
 _NO_DIGEST = "0" * 64

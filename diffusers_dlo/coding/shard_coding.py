@@ -60,7 +60,7 @@ def shard_bounds(image_nbytes: int, shards: int, shard: int) -> tuple[int, int]:
 def regions_of(layout: BlockLayout) -> list[Region]:
     """The image of a block in runs of one dtype ([Note: Coded shards]), without gaps."""
     regions: list[Region] = []
-    for tensor in sorted(layout.tensors, key=lambda tensor: tensor.offset):
+    for tensor in sorted((one for one in layout.tensors if one.nbytes), key=lambda tensor: tensor.offset):
         stop = align(tensor.offset + tensor.nbytes)
         last = regions[-1] if regions else None
         if last is not None and (tensor.nbytes <= SMALL_NBYTES or _kind(tensor.dtype) == _kind(last.dtype)):
@@ -119,6 +119,26 @@ def decode_shard(
             target.copy_(source)
 
 
+def check_places(segments: Sequence[Segment], nbytes: int, coded_nbytes: int) -> None:
+    """
+    Makes sure that segments are `nbytes` bytes in `coded_nbytes`, one after the other, without gaps.
+
+    Raises:
+        `ValueError`: they are not, with the reason.
+    """
+    end = coded_end = 0
+    for segment in segments:
+        if segment.offset != end or segment.coded_offset != coded_end:
+            raise ValueError("its segments do not follow each other")
+        if not 0 < segment.coded_nbytes <= segment.nbytes:
+            raise ValueError(f"a segment of {segment.nbytes} bytes has {segment.coded_nbytes} coded ones")
+        if any(number % 256 for number in segment):
+            raise ValueError("a segment is not aligned")
+        end, coded_end = end + segment.nbytes, coded_end + segment.coded_nbytes
+    if end != nbytes or coded_end != coded_nbytes:
+        raise ValueError(f"its segments are {end} bytes in {coded_end}, and it is {nbytes} in {coded_nbytes}")
+
+
 def check_segments(coded: torch.Tensor, segments: Sequence[Segment], nbytes: int, codec: Codec) -> None:
     """
     Makes sure that decoding a coded shard, on the host, reads and writes nothing outside of it and of `nbytes` bytes.
@@ -126,20 +146,7 @@ def check_segments(coded: torch.Tensor, segments: Sequence[Segment], nbytes: int
     Raises:
         `ValueError`: it would, with the reason.
     """
-    end = coded_end = 0
+    check_places(segments, nbytes, coded.numel())
     for segment in segments:
-        if (
-            segment.offset != end
-            or segment.coded_offset != coded_end
-            or not 0 < segment.coded_nbytes <= segment.nbytes
-        ):
-            raise ValueError("its segments do not follow each other")
-        if not 0 < segment.coded_nbytes <= segment.nbytes:
-            raise ValueError(f"a segment of {segment.nbytes} bytes has {segment.coded_nbytes} coded ones")
-        if any(number % 256 for number in segment):
-            raise ValueError("a segment is not aligned")
-        end, coded_end = end + segment.nbytes, coded_end + segment.coded_nbytes
-        if segment.is_coded and coded_end <= coded.numel():
-            codec.check(coded[segment.coded_offset : coded_end], segment.nbytes)
-    if end != nbytes or coded_end != coded.numel():
-        raise ValueError(f"its segments are {end} bytes in {coded_end}, and it is {nbytes} in {coded.numel()}")
+        if segment.is_coded:
+            codec.check(coded[segment.coded_offset : segment.coded_offset + segment.coded_nbytes], segment.nbytes)

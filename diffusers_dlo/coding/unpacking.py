@@ -1,13 +1,13 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns making ordinary weights of coded ones, on the host: all checks first, then block by block. Must not know where
+Owns making ordinary weights of a coded file, on the host: all checks first, then block by block. Must not know where
 they go, nor choose the codec.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ from ..block_layout import align
 from ..checkpoint.container import chunk_digests, content_digest
 from ..checkpoint.safetensors_file import damaged, read_header
 from ..packed_weights import progress
-from .check_sum import CheckSums, as_text
+from .block_reader import BlockReader, damaged_shard
 from .codec import Codec, check_version
-from .coded_file import CodedBlock, CodedFile, CodedShard
-from .shard_coding import Segment, check_segments, decode_shard
+from .coded_file import CodedBlock, CodedFile
 
 
-def check_content(coded: CodedFile, title: str) -> None:
+def check_file(coded: CodedFile, title: str) -> None:
     """
     Reads a whole file, with a progress bar of that title, and makes sure that it is what was written.
 
@@ -42,19 +41,9 @@ def check_content(coded: CodedFile, title: str) -> None:
         raise damaged(coded.path, f"its content is not what was written (SHA-256 {found}, and not {coded.content})")
 
 
-def decoded(coded: torch.Tensor, segments: Sequence[Segment], nbytes: int, codec: Codec) -> torch.Tensor:
-    """A coded shard, checked and intact, as the bytes that it was, `(nbytes,)`; both on the codec's device."""
-    out = torch.empty(nbytes, dtype=torch.uint8, device=codec.device)
-    largest = max((segment.nbytes for segment in segments if segment.is_coded), default=0)
-    scratch_nbytes = codec.scratch_nbytes(largest) if largest else 0
-    scratch = torch.empty(scratch_nbytes, dtype=torch.uint8, device=codec.device)
-    decode_shard(coded, segments, out, codec, scratch)
-    return out
-
-
 class Decoder:
     """
-    Decodes the blocks of a coded file into memory of the host.
+    Decodes the blocks of a coded file into memory of the host, one at a time.
 
     Args:
         coded (`CodedFile`): what the file says.
@@ -66,8 +55,8 @@ class Decoder:
 
     def __init__(self, coded: CodedFile, codec: Codec) -> None:
         check_version(codec, coded.codec_version, coded.path)
-        self._coded, self._codec = coded, codec
-        self._sums = CheckSums(codec.device)
+        self._coded = coded
+        self._reader = BlockReader(codec)
 
     def image(self, block: CodedBlock) -> torch.Tensor:
         """
@@ -76,27 +65,8 @@ class Decoder:
         Raises:
             `RuntimeError`: a shard is damaged.
         """
-        image = torch.empty(align(block.nbytes), dtype=torch.uint8)
         with open(self._coded.path, "rb", buffering=0) as file:
-            for shard in block.shards:
-                if shard.nbytes:
-                    coded = torch.empty(shard.place.nbytes, dtype=torch.uint8)
-                    file.seek(shard.place.offset)
-                    _fill(file, coded, shard)
-                    self._decode(shard, coded, image[shard.offset : shard.offset + shard.nbytes])
-        return image
-
-    def _decode(self, shard: CodedShard, coded: torch.Tensor, out: torch.Tensor) -> None:
-        codec = self._codec
-        try:
-            check_segments(coded, shard.segments, shard.nbytes, codec)
-        except ValueError as error:
-            raise damaged(shard.place.path, f"{shard} cannot be decoded: {error}") from error
-        data = coded.to(codec.device)
-        found = as_text(self._sums.queue(data))
-        if found != shard.check_sum:
-            raise damaged(shard.place.path, f"{shard} has check sum {found}, and not {shard.check_sum}")
-        out.copy_(decoded(data, shard.segments, shard.nbytes, codec))
+            return self._reader.read(block, _shards_of(block, file))
 
     def tensors(self, block: CodedBlock) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
         """
@@ -105,20 +75,26 @@ class Decoder:
         Raises:
             `RuntimeError`: a shard is damaged, or the file contradicts itself.
         """
-        image, end = self.image(block), 0
+        places, end = [], 0
         for tensor in block.tensors:
-            start, end = align(end), align(end) + tensor.nbytes
-            if end > block.nbytes:
-                break
-            yield tensor.names, image[start:end]
+            places.append((tensor.names, align(end), align(end) + tensor.nbytes))
+            end = align(end) + tensor.nbytes
         if end != block.nbytes:
             raise damaged(self._coded.path, f"the tensors of block '{block.name}' do not have the bytes that it has")
+        image = self.image(block)
+        for names, start, stop in places:
+            yield names, image[start:stop]
 
 
-def _fill(file: Any, out: torch.Tensor, shard: CodedShard) -> None:
-    view = out.numpy().data
-    while view:
-        count = file.readinto(view)
-        if not count:
-            raise damaged(shard.place.path, f"{shard} is cut off")
-        view = view[count:]
+def _shards_of(block: CodedBlock, file: Any) -> Iterator[torch.Tensor]:
+    """The coded shards of a block, read one after the other."""
+    for shard in block.shards:
+        coded = torch.empty(shard.place.nbytes, dtype=torch.uint8)
+        rest = coded.numpy().data
+        file.seek(shard.place.offset)
+        while rest:
+            count = file.readinto(rest)
+            if not count:
+                raise damaged_shard(shard, "the file is cut off")
+            rest = rest[count:]
+        yield coded

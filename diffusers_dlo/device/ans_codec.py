@@ -182,8 +182,8 @@ class AnsCodec(Codec):
             scratch[i * step : i * step + 8 * count].view(torch.int64) for i in range(4)
         )
         torch.add(offsets, coded.data_ptr(), out=sources)
-        torch.arange(count, out=targets)
-        targets.mul_(_CHUNK_NBYTES).add_(out.data_ptr())
+        begin = out.data_ptr()
+        torch.arange(begin, begin + count * _CHUNK_NBYTES, _CHUNK_NBYTES, out=targets)
         _check(
             self._library.nvcompBatchedANSDecompressAsync(
                 c_void_p(sources.data_ptr()),
@@ -247,14 +247,14 @@ def _load_library() -> Any:
         spec = None
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         names.append(os.path.join(folder, "lib64", f"libnvcomp.so.{_SERIES}"))
-    reason = "it is not installed"
+    reasons = []
     for name in [*filter(os.path.isfile, names), f"libnvcomp.so.{_SERIES}"]:
         try:
             return ctypes.CDLL(name)
         except OSError as error:
-            reason = str(error)
+            reasons.append(str(error))
     raise RuntimeError(
-        f"The codec '{ANS}' needs nvCOMP {_SERIES}, which cannot be loaded ({reason}): pip install "
+        f"The codec '{ANS}' needs nvCOMP {_SERIES}, which cannot be loaded ({'; '.join(reasons)}): pip install "
         '"diffusers-dlo[coded]", or nvidia-libnvcomp-cu12 for a torch that is built for CUDA 12.'
     )
 

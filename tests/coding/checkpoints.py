@@ -18,12 +18,12 @@ from diffusers_dlo.coding.coded_file import DIGEST_KEY, METADATA_KEY, header_dig
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-def wan(blocks: int = 2) -> WanTransformer3DModel:
+def wan(blocks: int = 2, heads: int = 2) -> WanTransformer3DModel:
     """With modules that are kept in float32, in blocks too."""
     torch.manual_seed(blocks)
     return WanTransformer3DModel(
         num_layers=blocks,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         attention_head_dim=48,
         in_channels=4,
         out_channels=4,

@@ -12,7 +12,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
 
-from diffusers_dlo import load_mapped_checkpoint, mapped_loading
+from diffusers_dlo import apply_distributed_layerwise_offload, load_mapped_checkpoint, mapped_loading
 from diffusers_dlo.coding.coded_file import METHOD
 from diffusers_dlo.coding.loading import coded_file_of, release
 from diffusers_dlo.coding.unpacking import Decoder
@@ -169,8 +169,27 @@ def test_an_ordinary_model_once_released(folder: Path, tmp_path: Path) -> None:
     assert model.half().blocks[0].ffn.net[2].weight.dtype == torch.float16
 
 
+@pytest.mark.parametrize("host", ("coded", "packed"))
+@torch.no_grad()
+def test_an_ordinary_model_once_it_was_enabled(host: str, folder: Path, tmp_path: Path) -> None:
+    model = load(folder)
+    expected = WanTransformer3DModel.from_pretrained(folder / "plain", dtype=BF16)
+    inputs = checkpoints.wan_inputs()
+    handle = apply_distributed_layerwise_offload(model, onload_device="cpu", host="auto" if host == "coded" else host)
+    assert handle.report().host_kind == host and coded_file_of(model) is None
+    assert torch.equal(model(**inputs)[0], expected(**inputs)[0])
+    handle.remove()
+    for part, other in zip(model.modules(), expected.modules()):
+        assert vars(part).keys() == vars(other).keys()
+    assert model.config == {**expected.config, "_name_or_path": folder / "coded"}
+    model.save_pretrained(tmp_path)
+    saved = WanTransformer3DModel.from_pretrained(tmp_path, dtype=BF16)
+    assert all(map(torch.equal, saved.parameters(), expected.parameters()))
+    assert torch.equal(model.half()(**inputs)[0], expected.half()(**inputs)[0])
+
+
 def test_guards_that_something_else_puts_back_are_ordinary_methods(folder: Path, tmp_path: Path) -> None:
-    """As the offload's own do when it is taken off: they stood over these when the model was released."""
+    """As something does that stood over them when the model was released, and knows nothing of that."""
     model = load(folder)
     stale = {name: vars(model)[name] for name in ("_apply", "save_pretrained")}
     release(model)

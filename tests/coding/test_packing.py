@@ -286,7 +286,7 @@ def segments_shifted(path: Path) -> None:
 IN_THE_HEADER: dict[str, tuple[Callable[[Path], None], str]] = {
     "in the header": (in_header, "its header is not what was written"),
     "tensor renamed": (tensor_renamed, "its header is not what was written"),
-    "shard missing": (shard_missing, "'dlo_coded.blocks.1.1' is missing in its description"),
+    "shard missing": (shard_missing, "shard 1 of block 'blocks.1': it is not in the file"),
     "name twice": (name_twice, "is in it twice"),
     "other format": (described(format=2), "it is in format 2 of coded checkpoints"),
     "other ranks": (described(ranks=3), "has 2 shards for 3 ranks"),
@@ -297,12 +297,12 @@ IN_THE_HEADER: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 ELSEWHERE: dict[str, tuple[Callable[[Path], None], str]] = {
     "in a shard": (in_shard, "its content is not what was written"),
-    "in a shard, forged": (in_shard_forged, "coded shard of block 'blocks.1' .* has check sum"),
+    "in a shard, forged": (in_shard_forged, "coded shard of block 'blocks.1' .* is damaged: its check sum is"),
     "in a frame, forged": (in_frame_forged, "cannot be decoded"),
-    "longer frame, forged": (longer_frame_forged, "coded shard of block 'blocks.1' .* cannot be decoded: a run says"),
+    "longer frame, forged": (longer_frame_forged, "coded shard of block 'blocks.1' .* is damaged: a run says"),
     "in an ordinary tensor": (in_ordinary_tensor, "its content is not what was written"),
-    "shards swapped": (shards_swapped, "cannot be decoded|has check sum"),
-    "segments shifted": (segments_shifted, "cannot be decoded: its segments do not follow each other"),
+    "shards swapped": (shards_swapped, "coded shard of block 'blocks.[01]' .* is damaged"),
+    "segments shifted": (segments_shifted, "is damaged: its segments do not follow each other"),
     "cut off": (cut_off, "cannot be used: it has"),
     "longer": (longer, "cannot be used"),
     "other codec": (described(codec="lz4"), "have no codec 'lz4'"),

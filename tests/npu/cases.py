@@ -22,6 +22,7 @@ from diffusers import DiffusionPipeline, FluxPipeline
 from torch import nn
 
 from diffusers_dlo import apply_distributed_layerwise_offload
+from diffusers_dlo.coding.codec import open_codec
 from diffusers_dlo.device.onload import default_device
 from diffusers_dlo.device.platform import get_platform
 from tests import toys
@@ -48,8 +49,19 @@ def the_device(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "backend": get_platform(default_device(None)).backend,
         "registers": get_platform(default_device(None)).registers_host_memory,
         "platform": type(get_platform(default_device(None))).__name__,
+        "codecs": list(get_platform(default_device(None)).codecs),
+        "ans": refusal_of("ans"),
         "name": torch._C._get_privateuse1_backend_name(),
     }
+
+
+def refusal_of(codec: str) -> str:
+    """Why the device cannot decode with a codec."""
+    try:
+        open_codec(codec, get_platform(default_device(None)))
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def its_rules(rank: int, size: int, folder: Path) -> dict[str, str]:
