@@ -164,11 +164,8 @@ class CheckpointFolder:
 
     def _ask_coded(self, component: str, name: str) -> CodedFile | None:
         """As `coded_file`, of one file on the Hub."""
-        metadata = self._ask(component, name).metadata
-        if METADATA_KEY not in metadata:
-            return None
-        remote = self._remote(component, name)
-        begin = 8 + self._ask_length(remote)
+        metadata, remote = self._ask(component, name).metadata, self._remote(component, name)
+        begin = 8 + self._ask_length(remote) if METADATA_KEY in metadata else 0
         stored = [one._replace(offset=begin + one.offset) for one in self._header(component, name)]
         return parse_coded_file(f"{self.model}/{remote}", stored, metadata)
 
