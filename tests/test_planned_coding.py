@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel
+from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from huggingface_hub import constants
 
 from diffusers_dlo import plan_distributed_layerwise_offload
@@ -39,10 +39,12 @@ from diffusers_dlo.coding.shard_coding import Segment, shard_bounds
 from diffusers_dlo.hub_files import CheckpointFolder
 from diffusers_dlo.offload_plan import OffloadPlan
 from diffusers_dlo.outline import open_outline
+from diffusers_dlo.pack import pack_checkpoint
 from diffusers_dlo.planned_coding import assume_coded, with_coded_blocks
 from diffusers_dlo.planner import predict
 from diffusers_dlo.prediction import Machine, Work
 from diffusers_dlo.simulation import Links
+from tests.coding import checkpoints
 from tests.test_planner import hollow
 
 
@@ -169,6 +171,31 @@ def test_an_outline_is_that_of_the_decoded_model(coded: Path) -> None:
     assert (outline.dtype, outline.cast_nbytes) == (torch.bfloat16, 0) and list(outline.coded) == ["model"]
     plan = plan_distributed_layerwise_offload(outline.components["model"], group_size=RANKS)
     assert plan.digest == plain_plan().digest
+
+
+def test_what_is_planned_is_what_enabling_does(tmp_path: Path) -> None:
+    """A checkpoint that was packed, with modules that are kept in float32: bytes copied, decoded and held."""
+    checkpoints.wan(blocks=5).save_pretrained(tmp_path / "in")
+    pack_checkpoint(str(tmp_path / "in"), str(tmp_path / "out"), torch.bfloat16, codec="zstd", ranks=2)
+    outline = open_outline(str(tmp_path / "out"))
+    plan = with_coded_blocks(plan_distributed_layerwise_offload(outline.components["model"]), outline.coded)
+    (option,) = predict(plan, work=Work(FEW)).options
+    loaded = WanTransformer3DModel.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    handle = loaded.enable_distributed_layerwise_offload()
+    try:
+        with torch.no_grad():
+            loaded(**checkpoints.wan_inputs())
+            before = handle.report()
+            loaded(**checkpoints.wan_inputs())
+        after = handle.report()
+        assert after.host_kind == "coded"
+        assert after.h2d_bytes - before.h2d_bytes == option.forwards[0].simulation.h2d_nbytes
+        assert after.decoded_bytes - before.decoded_bytes == sum(align(block.nbytes) for block in plan.blocks)
+        assert after.host_shared_bytes == option.host_nbytes
+        table = 3 * align(8)  # one entry, which the codec of the host does without
+        assert after.device_slot_bytes == option.memory.slots + option.memory.decoding - table
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize("ranks", (1, 4))
