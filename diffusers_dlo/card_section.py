@@ -154,9 +154,8 @@ def _coding(outline: Outline) -> list[str]:
     return [
         "",
         f"The weights of its blocks are coded without loss, by {' and '.join(codecs)} and for {count} "
-        f"rank{'s' if ranks != [1] else ''}. Other software does not load them, and",
-        'the package needs its extra: `pip install "diffusers-dlo[coded]"`. With another number of accelerators, each '
-        "copies whole blocks.",
+        f"rank{'s' if ranks != [1] else ''}; with another number, each copies whole blocks.",
+        'Other software does not load them, and the package needs its extra: `pip install "diffusers-dlo[coded]"`.',
     ]
 
 

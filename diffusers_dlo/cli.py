@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pack.add_argument(
         "--codec",
         choices=("ans", "zstd"),
-        help="code blocks: ans for NVIDIA devices, zstd for any, decoded on the host",
+        help="code blocks: ans, which devices that have it decode, or zstd, on the host",
     )
     pack.add_argument(
         "--ranks", type=_count, metavar="N", help="with --codec: ranks that will share weights (default: 1)"

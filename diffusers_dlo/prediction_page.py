@@ -125,6 +125,7 @@ def _render_assumptions(prediction: Prediction, option: Option) -> str:
         "to limit: the time divided by the larger of computing and copying, each alone",
     ]
     if option.decode_seconds:
+        lines[-1] = "to limit: the time divided by the larger of computing, with decoding, and copying, each alone"
         lines.insert(
             2,
             f"          {format_milliseconds(option.decode_seconds)} ms of decoding, at {links.decode / 1e9:g} GB/s "
