@@ -17,11 +17,16 @@ _FILLED = 0.7
 """Copies hide behind computing if they take this part of it, or less: blocks differ, and so do ranks' links."""
 
 
+_DECODED_ONCE = 'host="packed" may help, with which weights are decoded once'
+"""What spares a device the decoding."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """
     What a run had to do with: ranks that share weights, slots, whether weights may stay on the device, whether the
-    device has streams, without which it copies and computes in turn, and `gather` of the config.
+    device has streams, without which it copies and computes in turn, `gather` of the config, and the codec of the
+    device that these weights could be coded with; empty if there is none, or they are.
     """
 
     ranks: int
@@ -29,6 +34,7 @@ class Setting:
     has_budget: bool
     has_streams: bool = True
     gather: str = "auto"
+    codec: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ def advise(passes: Sequence[PassTiming], blocks: Sequence[BlockTiming], setting:
 
     The losses of a pass are computing's wait for blocks, this rank's wait for the others, and the device's idle time
     between blocks where the hooks account for half of it or more. The largest counts, if it is 5 % of the pass or
-    more; otherwise computing bounds the run. A wait for blocks is put down to copies or gathers, whichever are longer.
+    more; otherwise computing bounds the run. A wait for blocks is put down to copies, decodings or gathers, whichever
+    are longest.
     """
     if not passes:
         return "Nothing was timed: run a pass inside `with handle.timing():` to see what bounds it."
@@ -74,7 +81,8 @@ def _whole_ms(blocks: Sequence[BlockTiming], ranks: int) -> float | None:
 def _computing(case: _Case) -> tuple[str, str, str]:
     timing = case.timing
     why = f"blocks compute for {_ms(timing.compute_ms)} and wait for {_ms(timing.exposed_ms)}"
-    return "The computing bounds", why, _less_beside(case) or "no setting of the offload would make it faster"
+    remedy = _less_beside(case) or _less_decoding(case)
+    return "The computing bounds", why, remedy or "no setting of the offload would make it faster"
 
 
 def _less_beside(case: _Case) -> str | None:
@@ -95,6 +103,14 @@ def _less_beside(case: _Case) -> str | None:
     )
 
 
+def _less_decoding(case: _Case) -> str | None:
+    """Decoding takes a part of the device too."""
+    timing = case.timing
+    if timing.decode_ms < _NEGLIGIBLE * timing.pass_ms or not case.setting.has_streams:
+        return None
+    return f"{_DECODED_ONCE}, and not beside it for {_ms(timing.decode_ms)} in each pass"
+
+
 def _ranks(case: _Case) -> tuple[str, str, str]:
     remedy = "equal work on all ranks would help"
     if case.whole_ms is None or case.whole_ms < case.timing.pass_ms:
@@ -108,21 +124,35 @@ def _python(case: _Case) -> tuple[str, str, str]:
 
 
 def _blocks(case: _Case) -> tuple[str, str, str]:
-    """Computing waits for blocks: for the copies, or for the gathers?"""
+    """Computing waits for blocks: for the copies, for their decoding, or for the gathers?"""
     timing, setting = case.timing, case.setting
-    is_gather = timing.gather_ms > timing.h2d_ms
-    bound, what = ("The gather bounds", "gathers") if is_gather else ("The host link bounds", "copies")
-    busy = max(timing.gather_ms, timing.h2d_ms)
+    busy, bound, what = max(
+        (timing.h2d_ms, "The host link bounds", "copies"),
+        (timing.gather_ms, "The gather bounds", "gathers"),
+        (timing.decode_ms, "The decoding bounds", "decodings"),
+        key=lambda stage: stage[0],
+    )
     why = f"computing waits for {_ms(timing.exposed_ms)}, and {what} take {_ms(busy)}"
     if not setting.has_streams:
+        if what == "decodings":
+            return bound, why, f"{_DECODED_ONCE}, into memory"
         return bound, why, "no setting would help, because this device has no streams: it copies and computes in turn"
     if busy < timing.compute_ms and setting.num_slots < 3:
         remedy = "num_slots=3 would help, with which transfers run further ahead"
         return bound, why, f"as the blocks compute for {_ms(timing.compute_ms)} in all, {remedy}"
-    return bound, why, _less_gathering(case) if is_gather else _less_copying(case)
+    if what == "decodings":
+        return bound, why, f"{_DECODED_ONCE}, and all of their bytes are copied"
+    return bound, why, _less_gathering(case) if what == "gathers" else _less_copying(case)
 
 
 def _less_copying(case: _Case) -> str:
+    remedy, codec = _fewer_copies(case), case.setting.codec
+    if not codec:
+        return remedy
+    return f"{remedy}; and so would weights coded by `diffusers-dlo pack --codec {codec}`, which are fewer bytes"
+
+
+def _fewer_copies(case: _Case) -> str:
     setting = case.setting
     if setting.ranks > 1 and case.timing.gather_ms == 0:
         return f'transfer="all_gather" would help, with which each rank copies 1/{setting.ranks} of a block'

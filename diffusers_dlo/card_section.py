@@ -47,6 +47,7 @@ class _Assumed:
     tflops: float
     is_estimate: bool
     device_nbytes: int
+    decode: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class CardFigures:
                 tflops=_positive(assumed["tflops"]),
                 is_estimate=assumed["compute"] == "estimate",
                 device_nbytes=_whole(values["device_bytes"] or 0),
+                decode=_positive(assumed.get("decode_bytes_per_second", 0.0)),
             ),
         )
 
@@ -104,6 +106,7 @@ def render_section(outline: Outline, figures: CardFigures, name: str) -> str:
             "",
             f"With the package `diffusers_dlo`, the weights of this {kind} stay in host memory, once per host, and",
             "stream block by block through a few buffers on each device. Outputs are bit-equal to those without it.",
+            *_coding(outline),
             "",
             "```python",
             usage_code(outline, name) + "```",
@@ -116,7 +119,7 @@ def render_section(outline: Outline, figures: CardFigures, name: str) -> str:
             "",
             *_table(figures.rows),
             "",
-            _explanation(figures.assumed),
+            _explanation(figures.assumed, bool(outline.coded)),
         ]
     )
 
@@ -141,14 +144,31 @@ def _table(rows: Sequence[_Row]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *lines)]
 
 
-def _explanation(assumed: _Assumed) -> str:
+def _coding(outline: Outline) -> list[str]:
+    """What readers have to know of coded weights."""
+    if not outline.coded:
+        return []
+    ranks = sorted({file.ranks for file in outline.coded.values()})
+    codecs = sorted({f"`{file.codec}`" for file in outline.coded.values()})
+    count = " and ".join(map(str, ranks))
+    return [
+        "",
+        f"The weights of its blocks are coded without loss, by {' and '.join(codecs)} and for {count} "
+        f"rank{'s' if ranks != [1] else ''}; with another number, each copies whole blocks.",
+        'Other software does not load them, and the package needs its extra: `pip install "diffusers-dlo[coded]"`.',
+    ]
+
+
+def _explanation(assumed: _Assumed, is_coded: bool) -> str:
     computing = f"an estimate at {assumed.tflops:g} TFLOP/s" if assumed.is_estimate else "as it was measured before"
     given = f"Planned for devices with {format_bytes(assumed.device_nbytes)} each. " if assumed.device_nbytes else ""
+    decoding = f", {assumed.decode / 1e9:g} GB/s of weights decoded" if is_coded and assumed.decode else ""
     return (
         "Predicted by `diffusers-dlo plan`, and not measured. Assumed link rates: "
-        f"{assumed.h2d / 1e9:g} GB/s from the host to each device, {assumed.gather / 1e9:g} GB/s between devices.\n"
+        f"{assumed.h2d / 1e9:g} GB/s from the host to each device, {assumed.gather / 1e9:g} GB/s between devices"
+        f"{decoding}.\n"
         f"Computing is {computing}, for {assumed.tokens:,} tokens of the image or video and {assumed.text_tokens:,} "
-        f"of the text.\n{given}Device memory is with an estimate of activations, and without decoding."
+        f"of the text.\n{given}Device memory is with an estimate of activations, and without those of the VAE."
     )
 
 

@@ -9,12 +9,15 @@ from dataclasses import replace
 
 import torch
 
+from .coding.codec import ON_HOST
 from .config import DistributedLayerwiseOffloadConfig
 from .offload_plan import plan_distributed_layerwise_offload
 from .outline import Outline, open_outline
+from .planned_coding import assume_coded, with_coded_blocks
 from .planner import predict
 from .prediction import Machine, Prediction, Work
-from .prediction_page import as_values, draw_timeline
+from .prediction_page import draw_timeline
+from .prediction_values import as_values
 
 
 def plan_checkpoint(
@@ -38,14 +41,29 @@ def plan_checkpoint(
         components (`Sequence[str]`, *optional*): as for enabling.
 
     Raises:
-        `ValueError`: as `open_outline` and `plan_distributed_layerwise_offload`.
+        `ValueError`: as `open_outline`, `plan_distributed_layerwise_offload` and `with_coded_blocks`.
     """
+    from diffusers import ModelMixin
+
     config = config if config is not None else DistributedLayerwiseOffloadConfig()
     outline = open_outline(model, dtype, components)
     planned = outline if outline.is_pipeline else outline.components["model"]
     plan = plan_distributed_layerwise_offload(planned, config, ranks, components=components)  # type: ignore[arg-type]
     plan = replace(plan, placed=(*plan.placed, *outline.unknown))
-    return outline, predict(plan, machine, work, num_slots=config.num_slots, device_budget=config.device_budget)
+    plan = with_coded_blocks(plan, outline.coded)
+    if any(file.codec == ON_HOST for file in outline.coded.values()):
+        plan = replace(plan, host="packed")  # no device decodes it
+    codable = [name for name, module in outline.components.items() if isinstance(module, ModelMixin)]
+    coded_plan = None if outline.coded else assume_coded(plan, machine.coded_ratio, codable)
+    prediction = predict(
+        plan,
+        machine,
+        work,
+        num_slots=config.num_slots,
+        device_budget=config.device_budget,
+        coded_plan=coded_plan,
+    )
+    return outline, prediction
 
 
 def write_json(outline: Outline, prediction: Prediction, path: str) -> None:

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pack.add_argument(
         "--codec",
         choices=("ans", "zstd"),
-        help="code blocks: ans for NVIDIA devices, zstd for any, decoded on the host",
+        help="code blocks: ans, which devices that have it decode, or zstd, on the host",
     )
     pack.add_argument(
         "--ranks", type=_count, metavar="N", help="with --codec: ranks that will share weights (default: 1)"
@@ -105,6 +105,16 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument(
         "--gather-slowdown", type=float, default=0.0, metavar="X", help="of computing meanwhile (default: %(default)g)"
     )
+    plan.add_argument(
+        "--coded-ratio", type=_rate, default=0.67, metavar="X", help="left by coding weights (default: %(default)g)"
+    )
+    plan.add_argument(
+        "--decode",
+        type=_rate,
+        default=940.0,
+        metavar="GB/S",
+        help="weights that a device decodes (default: %(default)g)",
+    )
     plan.add_argument("--json", metavar="FILE", help="write everything there too")
     plan.add_argument("--plot", metavar="FILE", help="draw the recommended forward there")
     plan.set_defaults(run=_plan)
@@ -138,12 +148,17 @@ def _plan(options: argparse.Namespace) -> None:
     from .simulation import Links
     from .usage_code import code_to_paste
 
-    links = Links(h2d=options.h2d * 1e9, gather=options.gather * 1e9, gather_slowdown=options.gather_slowdown)
+    links = Links(
+        h2d=options.h2d * 1e9,
+        gather=options.gather * 1e9,
+        gather_slowdown=options.gather_slowdown,
+        decode=options.decode * 1e9,
+    )
     compute = None if options.compute is None else options.compute / 1e3
     outline, prediction = plan_checkpoint(
         options.model,
         options.ranks,
-        Machine(options.device_memory, options.host_memory, links),
+        Machine(options.device_memory, options.host_memory, links, options.coded_ratio),
         Work(options.tokens, options.text_tokens, compute, options.tflops),
         dtype=_DTYPES[options.dtype] if options.dtype else None,
         config=DistributedLayerwiseOffloadConfig(

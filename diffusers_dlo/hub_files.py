@@ -14,9 +14,12 @@ from typing import Any
 
 from .checkpoint.files import find_checkpoint
 from .checkpoint.safetensors_file import StoredTensor, peek_header
+from .coding.coded_file import METADATA_KEY, CodedFile, parse_coded_file, read_coded_file
 
 
 _SMALL = ["*model_index.json", "*config.json", "*.safetensors.index.json"]
+_PATIENCE = 10
+"""Seconds, as for the rest of a header."""
 _USUAL = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 
 
@@ -135,11 +138,56 @@ class CheckpointFolder:
             )
         return [stored for name in self.weights(component) for stored in self._header(component, name)]
 
+    def coded_file(self, component: str = "") -> CodedFile | None:
+        """
+        What a component's file says of its coded blocks; None if it has none.
+
+        Raises:
+            as `headers`; `RuntimeError`: it contradicts itself.
+        """
+        for name in self.weights(component):
+            path = os.path.join(self.path(component), name)
+            found = read_coded_file(path) if os.path.isfile(path) else self._ask_coded(component, name)
+            if found is not None:
+                return found
+        return None
+
     def _header(self, component: str, name: str) -> Iterable[StoredTensor]:
         path = os.path.join(self.path(component), name)
         if os.path.isfile(path):
             return peek_header(path)
-        remote = f"{component}/{name}" if component else name
+        remote = self._remote(component, name)
+        return [
+            StoredTensor(key, remote, info.dtype, tuple(info.shape), info.data_offsets[0], _length(info.data_offsets))
+            for key, info in self._ask(component, name).tensors.items()
+        ]
+
+    def _ask_coded(self, component: str, name: str) -> CodedFile | None:
+        """As `coded_file`, of one file on the Hub."""
+        metadata, remote = self._ask(component, name).metadata, self._remote(component, name)
+        begin = 8 + self._ask_length(remote) if METADATA_KEY in metadata else 0
+        stored = [one._replace(offset=begin + one.offset) for one in self._header(component, name)]
+        return parse_coded_file(f"{self.model}/{remote}", stored, metadata)
+
+    def _ask_length(self, remote: str) -> int:
+        """Bytes of the header of a file on the Hub, which stand in its first eight."""
+        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+        try:
+            headers = {**build_hf_headers(), "Range": "bytes=0-7"}
+            answer = get_session().get(hf_hub_url(self.model, remote), headers=headers, timeout=_PATIENCE)
+            hf_raise_for_status(answer)
+            return int.from_bytes(answer.content[:8], "little")
+        except Exception as error:  # see above
+            raise ValueError(f"The header of '{remote}' is not to be had ({_first_line(error)}).") from error
+
+    def _remote(self, component: str, name: str) -> str:
+        return f"{component}/{name}" if component else name
+
+    def _ask(self, component: str, name: str) -> Any:
+        """The header of a file on the Hub."""
+        remote = self._remote(component, name)
         if remote not in self.remote:
             raise ValueError(
                 f"{self.describe(component)} has no file '{name}', which belongs to it. "
@@ -148,13 +196,9 @@ class CheckpointFolder:
         from huggingface_hub import parse_safetensors_file_metadata
 
         try:
-            tensors = parse_safetensors_file_metadata(self.model, remote).tensors
+            return parse_safetensors_file_metadata(self.model, remote)
         except Exception as error:  # see above
             raise ValueError(f"The header of '{remote}' is not to be had ({_first_line(error)}).") from error
-        return [
-            StoredTensor(key, remote, info.dtype, tuple(info.shape), info.data_offsets[0], _length(info.data_offsets))
-            for key, info in tensors.items()
-        ]
 
     def _names(self, component: str) -> set[str]:
         here = self.path(component)

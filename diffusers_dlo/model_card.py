@@ -25,7 +25,7 @@ from .card_section import CardFigures, render_section
 from .checkpoint_plan import plan_checkpoint
 from .outline import Outline
 from .prediction import Machine, Work
-from .prediction_page import as_values
+from .prediction_values import as_values
 
 
 BEGIN = "<!-- diffusers-dlo card: begin; what stands between the two marks is renewed by this command -->"

@@ -6,15 +6,17 @@ the headers of its files name. Must not read weights.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from .checkpoint.safetensors_file import DTYPES, StoredTensor
+from .coding.coded_file import METHOD, CodedFile, CodedTensor, is_shard_key
 from .hub_files import CheckpointFolder
 from .tensor_utils import owned_tensors
 
@@ -38,6 +40,8 @@ class Outline:
         unknown (`tuple[tuple[str, str, int], ...]`): components of a class that is in none of the libraries: name,
             class, bytes.
         chosen (`tuple[str, ...]`): the components that were asked for to stream.
+        coded (`Mapping[str, CodedFile]`): what the files of components with coded blocks say of these.
+        file_nbytes (`int`): bytes of all weights, as they lie in files.
     """
 
     model: str
@@ -49,6 +53,8 @@ class Outline:
     cast_nbytes: int
     unknown: tuple[tuple[str, str, int], ...] = ()
     chosen: tuple[str, ...] = ()
+    coded: Mapping[str, CodedFile] = field(default_factory=dict)
+    file_nbytes: int = 0
 
 
 def open_outline(model: str, dtype: torch.dtype | None = None, components: Sequence[str] | None = None) -> Outline:
@@ -63,7 +69,8 @@ def open_outline(model: str, dtype: torch.dtype | None = None, components: Seque
         components (`Sequence[str]`, *optional*): those that are to stream, to be kept in the outline.
 
     Raises:
-        `ValueError`: there is no such checkpoint, it has no safetensors, or files and configuration differ.
+        `ValueError`: there is no such checkpoint, it has no safetensors, files and configuration differ, or its coded
+            weights are in another dtype.
     """
     folder = CheckpointFolder.find(model)
     index = folder.read_json("model_index.json")
@@ -89,6 +96,8 @@ def open_outline(model: str, dtype: torch.dtype | None = None, components: Seque
         cast_nbytes=cast,
         unknown=tuple(unknown),
         chosen=tuple(components or ()),
+        coded={name: one.coded for name, one in built.items() if one.coded is not None},
+        file_nbytes=sum(one.file_nbytes for one in built.values()) + sum(nbytes for _, _, nbytes in unknown),
     )
 
 
@@ -124,10 +133,21 @@ def _find_class(library: str, name: str) -> type | None:
 class _Built:
     """A model on the meta device, and what its files say of its weights."""
 
-    def __init__(self, module: nn.Module, library: str, headers: Sequence[StoredTensor], where: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        library: str,
+        headers: Sequence[StoredTensor],
+        where: str,
+        coded: CodedFile | None = None,
+    ) -> None:
         self.module = module
         self.library = library
+        self.coded = coded
+        self.file_nbytes = sum(stored.nbytes for stored in headers)
         self._where = where
+        if coded is not None:
+            headers = [*(one for one in headers if not is_shard_key(one.key)), *_decoded_headers(coded)]
         self._headers = {stored.key: stored for stored in headers}
         sizes: Counter[str] = Counter()
         for stored in headers:
@@ -152,8 +172,7 @@ class _Built:
                 f"{where} has neither a model_index.json nor a config.json, so it is no checkpoint. "
                 "Name the directory of a pipeline or of one of its models."
             )
-        if config.get("quantization_config"):
-            raise ValueError(f"{where} is quantized; sizes are known for weights as they are computed with only.")
+        coded = _read_coding(folder, name, config)
         library = "diffusers" if "_class_name" in config else "transformers"
         if model_class is None:
             named = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
@@ -161,13 +180,14 @@ class _Built:
             if model_class is None or not issubclass(model_class, nn.Module):
                 raise ValueError(f"{where} holds a '{named}', which this {library} does not have.")
         headers = folder.headers(name)
+        config.pop("quantization_config", None)
         try:
             module = _build_on_meta(model_class, config, folder.path(name))
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{where}: no '{model_class.__name__}' can be built from its config.json ({error})."
             ) from error
-        return cls(module, library, headers, where)
+        return cls(module, library, headers, where, coded)
 
     def _check(self, headers: Sequence[StoredTensor]) -> None:
         """The files belong to this configuration: what has the same name has the same shape, and enough is there."""
@@ -190,7 +210,18 @@ class _Built:
         return [owned for owned in owned_tensors(self.module) if owned.owners[0].kind == "parameter"]
 
     def load_in(self, dtype: torch.dtype) -> int:
-        """Sets the dtype of each weight as `from_pretrained(dtype=...)` would; bytes of those that are cast."""
+        """
+        Sets the dtype of each weight as `from_pretrained(dtype=...)` would; bytes of those that are cast.
+
+        Raises:
+            `ValueError`: coded weights are in another dtype.
+        """
+        if self.coded is not None and str(dtype) != f"torch.{self.coded.dtype}":
+            raise ValueError(
+                f"{self._where} is coded in {self.coded.dtype}, and coded weights cannot be cast to "
+                f"{str(dtype).removeprefix('torch.')}. Load it in {self.coded.dtype}, or decode it first "
+                "(`diffusers-dlo pack --decode`)."
+            )
         kept = _kept_in_fp32(self.module, dtype)
         cast = 0
         for owned in self._parameters():
@@ -204,6 +235,38 @@ class _Built:
             parameter.data = parameter.data.to(wanted)
             cast += parameter.numel() * wanted.itemsize * (found != wanted)
         return cast
+
+
+def _read_coding(folder: CheckpointFolder, name: str, config: Mapping[str, Any]) -> CodedFile | None:
+    """What a coded model's file says of its blocks; None for a model that is not quantized."""
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return None
+    where = folder.describe(name)
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
+        raise ValueError(f"{where} is quantized; sizes are known for weights as they are computed with only.")
+    coded = folder.coded_file(name)
+    if coded is None:
+        raise ValueError(
+            f"{where} is coded by its config.json, and its file holds no coded blocks. They do not belong together; "
+            "pack or download the checkpoint again."
+        )
+    return coded
+
+
+def _decoded_headers(coded: CodedFile) -> list[StoredTensor]:
+    """The tensors in coded blocks, as the header of a file that is not coded would describe them."""
+    names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+    return [
+        StoredTensor(name, coded.path, names[tensor.dtype], tensor.shape, 0, _nbytes_of(tensor))
+        for block in coded.blocks.values()
+        for tensor in block.tensors
+        for name in tensor.names
+    ]
+
+
+def _nbytes_of(tensor: CodedTensor) -> int:
+    return math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize
 
 
 def _kept_in_fp32(module: nn.Module, dtype: torch.dtype) -> set[str]:

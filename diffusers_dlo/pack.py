@@ -59,7 +59,7 @@ def pack_checkpoint(
             of a pipeline on the Hub. Of a pipeline, the components that would stream are packed; others are copied.
         out (`str`): the directory to make. It appears once it is complete, or not at all.
         dtype (`torch.dtype`): floating. Modules that a class keeps in float32 stay so.
-        codec (`str`, *optional*): `"ans"`, on an NVIDIA device, or `"zstd"`, on the host.
+        codec (`str`, *optional*): `"ans"`, on a device that has it, or `"zstd"`, on the host.
         ranks (`int`, *optional*, defaults to 1): with a codec, how many shards a block is coded in: as many as ranks
             that are to share weights, 64 at most.
 

@@ -13,7 +13,15 @@ from .block_layout import BlockLayout
 from .byte_size import format_bytes
 from .compute_estimate import Tokens, activation_nbytes, block_flops
 from .offload_plan import ComponentPlan, OffloadPlan
-from .prediction import MARGIN, DeviceMemory, Forward, Machine, Option, Prediction, Scale, Work
+from .planned_coding import (
+    as_streamed,
+    can_gather,
+    copied_shards,
+    decoding_nbytes,
+    has_coded_blocks,
+    without_coded_blocks,
+)
+from .prediction import MARGIN, Coding, DeviceMemory, Forward, Machine, Option, Prediction, Scale, Work
 from .residency import STAGING_BUFFERS, ResidentPlan
 from .simulation import SimulatedBlock, Streaming, simulate_forward
 
@@ -43,6 +51,7 @@ def predict(
     *,
     num_slots: int | str = "auto",
     device_budget: int | str | None = None,
+    coded_plan: OffloadPlan | None = None,
 ) -> Prediction:
     r"""
     What a plan takes, for each way to stream it, and which one to choose.
@@ -53,6 +62,8 @@ def predict(
         num_slots (`int` or `"auto"`, defaults to `"auto"`): as for enabling.
         device_budget (`int` or `"auto"`, *optional*): a budget to look at alone, `"auto"` for what the device leaves
             free. If None, several are compared.
+        coded_plan (`OffloadPlan`, *optional*): the plan as it would be with coded weights (`assume_coded`), to say
+            what these would bring. Of a plan with coded blocks, it is said in any case.
 
     Raises:
         `ValueError`: `device_budget="auto"` without the device's memory.
@@ -71,8 +82,26 @@ def predict(
             scaling.append(Scale(devices, -(-devices // group), found))
     best = _best(options)
     return Prediction(
-        machine, work, tuple(options), best, tuple(planner.shortfalls(best or options[0])), tuple(scaling)
+        machine,
+        work,
+        tuple(options),
+        best,
+        tuple(planner.shortfalls(best or options[0])),
+        tuple(scaling),
+        _compare(planner, best, plan, coded_plan),
     )
+
+
+def _compare(
+    planner: _Planner, best: Option | None, plan: OffloadPlan, coded_plan: OffloadPlan | None
+) -> Coding | None:
+    """The best option beside that of the same weights coded, or not coded."""
+    is_coded = has_coded_blocks(as_streamed(plan))
+    other = without_coded_blocks(plan) if is_coded else coded_plan
+    compared = _best(list(planner.of(other).options(plan.group_size))) if other is not None else None
+    if best is None or compared is None:
+        return None
+    return Coding(compared, best, True) if is_coded else Coding(best, compared, False)
 
 
 def _best(options: Sequence[Option]) -> Option | None:
@@ -91,16 +120,22 @@ class _Planner:
     def __init__(
         self, plan: OffloadPlan, machine: Machine, work: Work, num_slots: int | str, budget: int | str | None
     ) -> None:
-        self._plan = plan
+        self._plan = as_streamed(plan)
+        self._given = plan
         self._machine = machine
         self._work = work
         self._num_slots = num_slots
         self._budget = budget
         self._encoders = {c.name for c in plan.components if c.runs_once}
 
+    def of(self, plan: OffloadPlan) -> _Planner:
+        """The same for another plan."""
+        return _Planner(plan, self._machine, self._work, self._num_slots, self._budget)
+
     def options(self, group_size: int) -> Iterator[Option]:
         """The ways to stream the plan with groups of this size."""
-        for transfer in ("all_gather", "local") if group_size > 1 else ("local",):
+        gathers = group_size > 1 and can_gather(self._given, group_size)
+        for transfer in ("all_gather", "local") if gathers else ("local",):
             plain = self._variant(transfer, group_size, 2 if self._num_slots == "auto" else int(self._num_slots))
             if self._budget is None or self._budget == 0:
                 yield self._option(plain, transfer, "collective", None)
@@ -136,11 +171,12 @@ class _Planner:
                 help_by.append("fewer tokens")
             if memory.placed > memory.slots:
                 help_by.append("streaming more components (components=[...])")
+            decoding = f"decoding {format_bytes(memory.decoding)}; " if memory.decoding else ""
             yield (
                 f"The device memory does not suffice: {format_bytes(memory.total)} are needed of each device "
                 f"({option.plan.num_slots} slots, the largest of {format_bytes(slot)}: {format_bytes(memory.slots)}; "
                 f"placed {format_bytes(memory.placed)}; on demand {format_bytes(memory.on_demand)}; "
-                f"residents {format_bytes(memory.residents)}; activations, an estimate, "
+                f"residents {format_bytes(memory.residents)}; {decoding}activations, an estimate, "
                 f"{format_bytes(memory.activations)}), and there are {format_bytes(usable)} of "
                 f"{format_bytes(self._machine.device_nbytes or 0)}, less {MARGIN:.0%} margin. "
                 f"What would help: {_list(help_by)}. More ranks would not: slots hold whole blocks."
@@ -202,6 +238,7 @@ class _Planner:
             activations=max(
                 activation_nbytes(block, self._tokens(c.name)) for c in plan.components for block in c.blocks
             ),
+            decoding=decoding_nbytes(plan),
         )
 
     def _tokens(self, component: str) -> Tokens:
@@ -220,7 +257,10 @@ class _Planner:
             budget=budget,
             residents=residents,
             memory=memory,
-            host_nbytes=replace(plan, host="packed").host_nbytes_per_rank * plan.group_size,
+            host_nbytes=sum(
+                unit.coded.coded_nbytes if unit.coded is not None else unit.padded_nbytes(plan.group_size)
+                for _, unit in plan.units
+            ),
             pinned_nbytes=replace(plan, host="pinned").host_nbytes_per_rank * plan.group_size,
             forwards=tuple(self._forward(plan, c, residents, gather) for c in plan.components),
             fits=usable is None or memory.total <= usable,
@@ -230,7 +270,12 @@ class _Planner:
         seconds = self._compute_seconds(component)
         shards, whole = (stay.get(component.name, frozenset()) for stay in (residents.shards, residents.whole))
         blocks = [
-            SimulatedBlock(block.nbytes, time, "whole" if i in whole else "shard" if i in shards else "")
+            SimulatedBlock(
+                block.nbytes,
+                time,
+                "whole" if i in whole else "shard" if i in shards else "",
+                copied_shards(block, plan.shards(component)),
+            )
             for i, (block, time) in enumerate(zip(component.blocks, seconds))
         ]
         streaming = Streaming(

@@ -1,16 +1,17 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns how a prediction looks: tables for a terminal, values for a JSON file, a picture. Must not compute what it shows.
+Owns how a prediction looks: tables for a terminal, a picture. Must not compute what it shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .byte_size import format_bytes
+from .coding.codec import ON_HOST
 from .tables import render_plan, render_table
-from .usage_code import code_to_paste
+from .usage_code import pack_command
 
 
 if TYPE_CHECKING:
@@ -24,25 +25,47 @@ def render_prediction(outline: Outline, prediction: Prediction) -> str:
     shown = prediction.best or prediction.options[0]
     parts = [
         render_plan(shown.plan),
-        _render_files(outline),
+        _render_files(outline, shown),
         _render_memory(prediction.machine, shown),
         _render_options(prediction),
         *_render_encoders(shown),
         _render_assumptions(prediction, shown),
+        *_render_coding(outline, prediction),
     ]
     if prediction.scaling:
         parts.append(_render_scaling(prediction))
     return "\n\n".join(parts)
 
 
-def _render_files(outline: Outline) -> str:
+def _render_files(outline: Outline, option: Option) -> str:
     dtype = str(outline.dtype).removeprefix("torch.")
-    if not outline.cast_nbytes:
-        return f"dtype:  {dtype}, as in the files: weights stream from their page cache (mapped)"
-    return (
-        f"dtype:  {dtype}; {format_bytes(outline.cast_nbytes)} are in another dtype in the files, and are cast and "
-        "kept in shared memory (packed)"
-    )
+    if outline.cast_nbytes:
+        lines = [
+            f"dtype:  {dtype}; {format_bytes(outline.cast_nbytes)} are in another dtype in the files, and are cast "
+            "and kept in shared memory (packed)"
+        ]
+    else:
+        lines = [f"dtype:  {dtype}, as in the files"]
+        lines[0] += "" if outline.coded else ": weights stream from their page cache (mapped)"
+    for name, file in outline.coded.items():
+        how = "blocks stream as they lie there"
+        if file.codec == ON_HOST:
+            how = "as no device decodes it, blocks are decoded into shared memory (packed)"
+        lines.append(
+            f"coded:  '{name}' by '{file.codec}' for {_ranks(file.ranks)}; {format_bytes(outline.file_nbytes)} of "
+            f"files in all; {how}"
+        )
+        ranks = option.plan.group_size
+        if ranks not in (1, file.ranks):
+            lines.append(
+                f"        {_ranks(ranks)} cannot share its shards, so each copies whole blocks; to have it for them: "
+                f"{file.repack_command(ranks)}"
+            )
+    return "\n".join(lines)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def _render_memory(machine: Machine, option: Option) -> str:
@@ -52,10 +75,11 @@ def _render_memory(machine: Machine, option: Option) -> str:
         ["", "placed", format_bytes(memory.placed)],
         ["", "largest leaf, on demand", format_bytes(memory.on_demand)],
         ["", "residents", format_bytes(memory.residents)],
+        *([["", "decoding (at most)", format_bytes(memory.decoding)]] if memory.decoding else []),
         ["", "activations (estimate)", format_bytes(memory.activations)],
         ["", "in all", format_bytes(memory.total)],
         ["", "there is, with a margin", _amount(machine.usable_nbytes)],
-        ["host", "mapped or packed, once", format_bytes(option.host_nbytes)],
+        ["host", "coded, once" if memory.decoding else "mapped or packed, once", format_bytes(option.host_nbytes)],
         ["", "pinned, all ranks", format_bytes(option.pinned_nbytes)],
         ["", "there is", _amount(machine.host_nbytes)],
     ]
@@ -100,11 +124,47 @@ def _render_assumptions(prediction: Prediction, option: Option) -> str:
         f"          {format_milliseconds(compute)} ms of computing ({source})",
         "to limit: the time divided by the larger of computing and copying, each alone",
     ]
+    if option.decode_seconds:
+        lines[-1] = "to limit: the time divided by the larger of computing, with decoding, and copying, each alone"
+        lines.insert(
+            2,
+            f"          {format_milliseconds(option.decode_seconds)} ms of decoding, at {links.decode / 1e9:g} GB/s "
+            "of weights, while computing stands still",
+        )
     if any(one.gather == "pull" for one in prediction.options):
         lines.append(
             "pull:     only where the devices can map each other's memory; it takes no part of the compute units"
         )
     return "\n".join(lines)
+
+
+_SETS = {"copies": "copies set", "gathers": "gathers set", "computing": "computing sets"}
+
+
+def _render_coding(outline: Outline, prediction: Prediction) -> list[str]:
+    """What coded weights bring, or would."""
+    coding = prediction.coding
+    if coding is None:
+        return []
+    plain, coded, links = coding.plain, coding.coded, prediction.machine.links
+    verdict = "help" if coding.helps else "make no forward faster"
+    verdict = f"coded weights {verdict}" if coding.is_coded else f"coded weights would {verdict}"
+    time = f"{format_milliseconds(coded.seconds)} ms a forward in place of {format_milliseconds(plain.seconds)}"
+    memory = f"{format_bytes(coded.host_nbytes)} of host memory in place of {format_bytes(plain.host_nbytes)}"
+    lines = [f"coding:   {verdict}, since {_SETS[plain.bound]} the time: {time}", f"          and {memory}"]
+    if coded.memory.decoding:
+        lines[1] += (
+            f"; decoding takes {format_milliseconds(coded.decode_seconds)} ms of it, and at most "
+            f"{format_bytes(coded.memory.decoding)} of each device"
+        )
+    if not coding.is_coded:
+        lines.append(
+            f"          (assumed: {prediction.machine.coded_ratio:g} of the bytes, {links.decode / 1e9:g} GB/s of "
+            "weights; for devices that have the codec)"
+        )
+        if coding.helps:
+            lines.append(f"          {pack_command(outline, coded.plan.group_size)}")
+    return ["\n".join(lines)]
 
 
 def _render_scaling(prediction: Prediction) -> str:
@@ -125,88 +185,6 @@ def _render_scaling(prediction: Prediction) -> str:
     return render_table(title, columns, rows)
 
 
-def as_values(outline: Outline, prediction: Prediction) -> dict[str, Any]:
-    """Everything in plain values, for a JSON file: bytes and seconds."""
-    return {
-        "model": outline.model,
-        "class": outline.class_name,
-        "dtype": str(outline.dtype).removeprefix("torch."),
-        "cast_bytes": outline.cast_nbytes,
-        "assumed": {
-            "h2d_bytes_per_second": prediction.machine.links.h2d,
-            "gather_bytes_per_second": prediction.machine.links.gather,
-            "gather_slowdown": prediction.machine.links.gather_slowdown,
-            "tokens": prediction.work.tokens,
-            "text_tokens": prediction.work.text_tokens,
-            "compute": "estimate" if prediction.work.compute_seconds is None else "given",
-            "tflops": prediction.work.tflops,
-        },
-        "device_bytes": prediction.machine.device_nbytes,
-        "host_bytes": prediction.machine.host_nbytes,
-        "components": [
-            {
-                "name": component.name,
-                "class": component.class_name,
-                "transfer": component.transfer,
-                "blocks": len(component.blocks),
-                "largest_block_bytes": component.largest_block.nbytes,
-                "streamed_bytes": component.streamed_nbytes,
-                "on_demand_bytes": sum(leaf.nbytes for leaf in component.leaves),
-                "placed_bytes": component.placed_nbytes,
-            }
-            for component in prediction.options[0].plan.components
-        ]
-        + [
-            {"name": name, "class": class_name, "transfer": "placed", "placed_bytes": nbytes}
-            for name, class_name, nbytes in prediction.options[0].plan.placed
-        ],
-        "options": [_option_values(option) for option in prediction.options],
-        "recommended": None if prediction.best is None else prediction.options.index(prediction.best),
-        "shortfalls": list(prediction.shortfalls),
-        "code": code_to_paste(outline, prediction),
-        "simulated": [
-            {"devices": scale.devices, "hosts": scale.hosts, **_option_values(scale.option)}
-            for scale in prediction.scaling
-        ],
-    }
-
-
-def _option_values(option: Option) -> dict[str, Any]:
-    memory = option.memory
-    return {
-        "ranks": option.plan.group_size,
-        "transfer": option.transfer,
-        "gather": option.gather or None,
-        "num_slots": option.plan.num_slots,
-        "device_budget": option.budget,
-        "fits": option.fits,
-        "seconds": option.seconds,
-        "limit_seconds": option.limit_seconds,
-        "forwards": {
-            forward.component: {
-                "seconds": forward.seconds,
-                "compute_seconds": forward.simulation.compute_seconds,
-                "copy_seconds": forward.simulation.copy_seconds,
-                "exposed_seconds": forward.simulation.exposed_seconds,
-                "link_idle": forward.simulation.link_idle,
-                "h2d_bytes": forward.simulation.h2d_nbytes,
-                "gather_bytes": forward.simulation.gather_nbytes,
-            }
-            for forward in option.forwards
-        },
-        "device_memory": {
-            "slots": memory.slots,
-            "placed": memory.placed,
-            "on_demand": memory.on_demand,
-            "residents": memory.residents,
-            "activations_estimate": memory.activations,
-            "total": memory.total,
-        },
-        "host_weights_bytes": option.host_nbytes,
-        "host_pinned_bytes": option.pinned_nbytes,
-    }
-
-
 def draw_timeline(simulation: Simulation, title: str, path: str) -> None:
     """
     Draws the lanes of a simulated forward.
@@ -221,6 +199,8 @@ def draw_timeline(simulation: Simulation, title: str, path: str) -> None:
     figure = Figure(figsize=(12, 3), layout="constrained")
     axes = figure.subplots()
     lanes: Sequence[str] = ("compute", "gather", "copy")
+    if simulation.decode_seconds:
+        lanes = ("compute", "gather", "decode", "copy")
     for height, lane in enumerate(lanes):
         spans = [span for span in simulation.spans if span.stream == lane]
         for shade in (0, 1):  # neighbours are told apart

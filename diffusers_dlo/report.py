@@ -9,8 +9,12 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
+import diffusers
+
 from .advice import Setting, advise
 from .byte_size import format_bytes
+from .coding.codec import ON_HOST
+from .coding.shard_coding import CODED_DTYPES
 from .config import DistributedLayerwiseOffloadConfig
 from .engine import Engine
 from .host.store import HostStore
@@ -172,6 +176,7 @@ def make_report(sources: ReportSources) -> OffloadReport:
         has_budget=bool(sources.config.device_budget),
         has_streams=not engine.platform.waits_on_host,
         gather=sources.config.gather,
+        codec=_codec_for(sources),
     )
     counters = engine.counters.since(sources.start)
     return OffloadReport(
@@ -198,3 +203,19 @@ def make_report(sources: ReportSources) -> OffloadReport:
         overlap=overlap_of(means.passes),
         timeline=timeline,
     )
+
+
+def _codec_for(sources: ReportSources) -> str:
+    """The codec of the device that most of the weights could be packed with; empty if there is none, or they are."""
+    codecs = [name for name in sources.engine.platform.codecs if name != ON_HOST]
+    if sources.store.codec is not None or not codecs:
+        return ""
+    tensors = [
+        tensor
+        for component in sources.plan.components
+        if hasattr(diffusers, component.class_name)
+        for block in component.blocks
+        for tensor in block.tensors
+    ]
+    codable = sum(tensor.nbytes for tensor in tensors if tensor.dtype in CODED_DTYPES)
+    return codecs[0] if 2 * codable > sources.plan.streamed_nbytes else ""

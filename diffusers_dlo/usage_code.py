@@ -6,8 +6,11 @@ Owns code to paste: how a checkpoint is loaded and offloaded, with recommended s
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from .device.ans_codec import ANS
 
 
 if TYPE_CHECKING:
@@ -29,6 +32,12 @@ def code_to_paste(outline: Outline, prediction: Prediction) -> str:
 def usage_code(outline: Outline, name: str) -> str:
     """A script that loads the checkpoint by this name, and offloads it with the default settings."""
     return _script(outline, name, _chosen(outline), [])
+
+
+def pack_command(outline: Outline, ranks: int) -> str:
+    """What to type to have the weights coded for a number of ranks, by a codec of the devices."""
+    dtype = str(outline.dtype).removeprefix("torch.")
+    return f"diffusers-dlo pack {shlex.quote(outline.model)} OUT --dtype {dtype} --codec {ANS} --ranks {ranks}"
 
 
 def _script(outline: Outline, name: str, settings: Sequence[str], notes: Sequence[str]) -> str:

@@ -29,12 +29,13 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, WanTransformer3DModel
 from huggingface_hub import ModelCard
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import diffusers_dlo
 from diffusers_dlo.cli import main
 from diffusers_dlo.concurrency import WaveExecutor
+from diffusers_dlo.pack import pack_checkpoint
 from tests import toys
 from tests.code_blocks import PAGES, ROOT, Block, blocks_of, commands, program_of
 from tests.ranks import run_ranks
@@ -86,6 +87,10 @@ def rename(tiny: Path) -> None:
     save_file(state, tiny / "renamed.safetensors")
 
 
+def pack_coded(tiny: Path) -> None:
+    pack_checkpoint(str(tiny / "flux"), str(tiny / "flux-coded"), BF16, codec="zstd", ranks=2)
+
+
 @dataclass(frozen=True)
 class Preamble:
     """
@@ -128,6 +133,11 @@ PREAMBLES = {
         },
         check=lambda names: torch.equal(names["value"], names["reference"].blocks[0].attn1.to_q.weight),
         given=lambda tiny: {"reference": load_transformer(tiny), "_": rename(tiny)},
+    ),
+    "docs/coded.md": Preamble(
+        lambda tiny: {"_": pack_coded(tiny)},
+        {'"flux-coded"': '"TINY/flux-coded"'},
+        lambda names: names["handle"].report().host_kind == "coded",
     ),
     "docs/concurrency.md": Preamble(
         lambda tiny: {"pipe": load_flux(tiny), "prompts": PROMPTS, "saved": (saved := []), "save": saved.append},
@@ -293,6 +303,8 @@ def test_commands_of_the_package_run(
         "PATH_OR_NAME": str(tiny / "flux"),
         "MODEL_DIR": str(tiny / "flux"),
         "Wan-AI/Wan2.1-T2V-14B-Diffusers": str(tiny / "wan"),
+        "black-forest-labs/FLUX.1-dev": str(tiny / "flux"),
+        "ans": "zstd",  # what the CPU decodes
     }
     for words in own_commands(page):
         assert main([stand_ins.get(word, word) for word in words[1:]]) == 0, (page, words, capsys.readouterr().err)
@@ -301,6 +313,10 @@ def test_commands_of_the_package_run(
         handle = pipe.enable_distributed_layerwise_offload()
         assert handle.report().host_kind == "mapped"
         handle.remove()
+    if page == "docs/coded.md":
+        again = load_file("flux-plain/transformer/diffusion_pytorch_model.safetensors")
+        state = load_flux(tiny).transformer.state_dict()
+        assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
     if page == "docs/model_cards.md":
         assert "distributed-layerwise-offload" in ModelCard.load(tiny / "flux" / "README.md").data.tags
         (tiny / "flux" / "README.md").unlink()

@@ -17,7 +17,7 @@ from diffusers_dlo.device.interface import Platform
 from diffusers_dlo.timeline import BlockTiming, Span, covered_ms, overlap_of
 from diffusers_dlo.timeline import PassTiming as Pass
 from diffusers_dlo.timing import MOST_PASSES
-from tests import toys
+from tests import toys, zoo
 from tests.doubles import DelayedPlatform, Mark, TimingMark
 from tests.ranks import run_ranks
 from tests.test_stream_order import LateBlock, LateStack
@@ -349,6 +349,7 @@ REMEDIES = (
     'transfer="all_gather"',
     'transfer="local"',
     'gather="auto"',
+    'host="packed"',
     "num_slots=3",
     "no setting",
 )
@@ -378,6 +379,14 @@ def blocks_of(timing: Pass, resident: int = 0) -> list[BlockTiming]:
         (UNEVEN, (2, 2, False), "The host link", "num_slots=3"),
         (UNEVEN, (2, 3, False), "The host link", 'device_budget="auto"'),
         (UNEVEN, (2, 2, False, False), "The host link", "no setting"),
+        # Coded weights, and weights that could be
+        (COPIES_LONG | {"decode_ms": 60.0}, (2, 2, False), "The host link", 'device_budget="auto"'),
+        (COPIES_LONG | {"decode_ms": 95.0}, (2, 2, False), "The decoding", 'host="packed"'),
+        (COPIES_LONG | {"decode_ms": 95.0}, (2, 2, False, False), "The decoding", 'host="packed"'),
+        (GATHERS_LONG | {"decode_ms": 80.0}, (2, 2, False), "The gather", 'device_budget="auto"'),
+        (UNEVEN | {"decode_ms": 70.0}, (2, 2, False), "The decoding", "num_slots=3"),
+        ({"decode_ms": 6.0, "gather_ms": 0.0}, (2, 2, False), "The computing", 'host="packed"'),
+        ({"decode_ms": 4.0, "gather_ms": 0.0}, (2, 2, False), "The computing", "no setting"),
         ({"compute_ms": 40.0, "hook_ms": 45.0}, (2, 2, False), "The host's Python", "no setting"),
         ({"compute_ms": 40.0, "hook_ms": 5.0, "gather_ms": 0.0}, (2, 2, False), "The computing", "no setting"),
         ({"compute_ms": 40.0, "rank_wait_ms": 50.0}, (2, 2, False), "The other ranks", 'transfer="local"'),
@@ -412,6 +421,43 @@ def test_advice_gives_figures() -> None:
     timing = replace(WHOLE, **BESIDE)
     said = advise([timing], blocks_of(timing), Setting(2, 2, False))
     assert "beside it for 40 ms" in said and "whole blocks in about 30 ms" in said
+
+
+def test_advice_names_the_codec_where_the_link_bounds() -> None:
+    """With whatever else would help there, and nowhere else."""
+    for changes, setting, told in (
+        (COPIES_LONG, Setting(2, 2, False, codec="ans"), True),
+        (COPIES_LONG, Setting(2, 3, True, codec="ans"), True),
+        (COPIES_LONG, Setting(2, 2, False), False),
+        (COPIES_LONG, Setting(2, 2, False, has_streams=False, codec="ans"), False),
+        (GATHERS_LONG, Setting(2, 2, False, codec="ans"), False),
+        ({}, Setting(2, 2, False, codec="ans"), False),
+    ):
+        timing = replace(WHOLE, **changes)
+        said = advise([timing], blocks_of(timing), setting)
+        assert ("; and so would weights coded by `diffusers-dlo pack --codec ans`" in said) == told, said
+
+
+class CodecPlatform(DelayedPlatform):
+    """A device with a codec of its own."""
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        return ("ans",)
+
+
+def test_weights_that_could_be_coded() -> None:
+    for model, platform, codec in (
+        (zoo.build("flux", 2).to(torch.bfloat16), CodecPlatform(CPU), "ans"),
+        (zoo.build("flux", 2), CodecPlatform(CPU), ""),
+        (toy(LateStack).to(torch.bfloat16), CodecPlatform(CPU), ""),  # no model that `pack` can load
+        (zoo.build("flux", 2).to(torch.bfloat16), DelayedPlatform(CPU), ""),
+    ):
+        handle = enable(model, platform)
+        with patch("diffusers_dlo.report.advise", return_value="") as said:
+            handle.report()
+        handle.remove()
+        assert said.call_args.args[2].codec == codec
 
 
 def test_advice_takes_blocks_that_stay_to_be_copied_too() -> None:

@@ -159,12 +159,121 @@ def test_the_first_forward_finds_the_slots_empty() -> None:
     assert found.first_seconds == pytest.approx(COUNT * SHARD_COPY + GATHER + 0.0002)
 
 
+# Coded blocks
+
+
+CODED = BYTES * 2 // 3
+DECODING = Links(50e9, 250e9, 0.0, decode=1e12)
+DECODE = BYTES / 2 / 1e12  # 0.5 ms
+
+
+def coded(seconds: float, shards: tuple[int, ...] = (CODED // 2,), resident: int = 0) -> list[SimulatedBlock]:
+    return [block._replace(coded=shards) for block in blocks(seconds, resident)]
+
+
+def test_fewer_bytes_where_the_link_sets_the_time() -> None:
+    found = simulate(coded(0.0002), links=DECODING)
+    assert found.seconds == pytest.approx(COUNT * CODED / 2 / 50e9) == found.limit_seconds
+    assert found.h2d_nbytes == COUNT * (CODED // 2) and found.link_idle == pytest.approx(0, abs=1e-9)
+    assert found.decode_seconds == pytest.approx(COUNT * DECODE)
+    assert found.first_seconds == pytest.approx(COUNT * CODED / 2 / 50e9 + DECODE + GATHER + 0.0002)
+    plain = simulate(blocks(0.0002), links=DECODING)
+    assert plain.decode_seconds == 0 and not [span for span in plain.spans if span.stream == "decode"]
+
+
+def test_decoding_costs_where_computing_sets_the_time() -> None:
+    found = simulate(coded(0.05), links=DECODING)
+    assert found.seconds == pytest.approx(COUNT * (0.05 + DECODE)) == found.limit_seconds
+    assert found.exposed_seconds == pytest.approx(0, abs=1e-9)
+    slow = Links(50e9, 250e9, 0.0, gather_slowdown=1.0, decode=1e12)  # neither counts twice, nor is left out
+    assert simulate(coded(0.05), links=slow).seconds == pytest.approx(COUNT * (0.05 + DECODE + GATHER / 2))
+
+
+def test_slow_decoding_sets_the_time() -> None:
+    slow = Links(50e9, 250e9, 0.0, decode=40e9)  # 12.5 ms for half a block
+    found = simulate(coded(0.0002), links=slow)
+    assert found.seconds == pytest.approx(COUNT * (0.0125 + 0.0002))
+    assert found.limit_seconds == pytest.approx(COUNT * (0.0125 + 0.0002))
+
+
+def test_copies_wait_for_one_of_two_buffers_and_not_for_a_slot() -> None:
+    """The row of `test_with_two_slots_a_copy_waits_for_computing_two_blocks_back`, with decoding in no time."""
+    fast = Links(50e9, 250e9, 0.0, decode=1e18)
+    seconds = SHARD_COPY - GATHER / 2
+    assert simulate(blocks(seconds), links=fast).seconds > COUNT * SHARD_COPY * 1.05
+    found = simulate(coded(seconds, (BYTES // 2,)), links=fast)
+    assert found.seconds == pytest.approx(COUNT * SHARD_COPY)
+    busy = simulate(coded(0.05), links=DECODING)
+    copies, decodes = ([s for s in busy.spans if s.stream == name] for name in ("copy", "decode"))
+    for decode in decodes:
+        later = [copy for copy in copies if copy.start >= decode.stop - 1e-12]
+        if len(later) > 1 and later[0].start < copies[-1].start:
+            assert later[0].start == pytest.approx(decode.stop), "as soon as its buffer is free"
+            assert (later[0].block - decode.block) % COUNT == 2
+    assert len(decodes) >= COUNT
+
+
+def test_whole_blocks_arrive_shard_by_shard() -> None:
+    """Of two shards, one is decoded while the other arrives: only the last one's decoding shows at first."""
+    links = Links(50e9, decode=100e9)  # 5 ms for half a block, less than 6.67 for its copy
+    for shards in (1, 2, 4):
+        found = simulate(coded(0.0, (CODED // shards,) * shards), transfer="local", ranks=2, links=links)
+        assert found.seconds == pytest.approx(COUNT * CODED / 50e9, rel=1e-6)
+        assert found.first_seconds == pytest.approx(COUNT * CODED / 50e9 + BYTES / shards / 100e9, rel=1e-6)
+        assert found.h2d_nbytes == CODED // shards * shards * COUNT and not found.gather_nbytes
+
+
+def test_what_stays_or_is_not_coded_is_not_decoded() -> None:
+    half = simulate(coded(0.0024, resident=COUNT // 2), 3, links=DECODING)
+    assert half.decode_seconds == pytest.approx(COUNT / 2 * DECODE)
+    assert half.h2d_nbytes == COUNT // 2 * (CODED // 2)
+    assert half.seconds == pytest.approx(COUNT / 2 * CODED / 2 / 50e9, rel=0.02)
+    row = [block if i % 2 else block._replace(coded=()) for i, block in enumerate(coded(0.0002))]
+    mixed = simulate(row, links=DECODING)
+    assert mixed.h2d_nbytes == COUNT // 2 * (CODED // 2 + BYTES // 2)
+    # What is not coded is copied behind what was decoded before it.
+    assert mixed.seconds == pytest.approx(COUNT / 2 * (CODED / 2 / 50e9 + SHARD_COPY + DECODE), rel=0.01)
+
+
+def test_coded_blocks_keep_the_rules_with_staging_too() -> None:
+    for row, num_slots, staging in (
+        (coded(0.0024), 2, 0),
+        (coded(0.0024, resident=18), 3, 2),
+        (coded(0.012, resident=6), 3, 2),
+    ):
+        found = simulate(row, num_slots, staging, links=DECODING)
+        assert found.seconds >= found.limit_seconds * (1 - 1e-9)
+        lanes = {
+            name: [s for s in found.spans if s.stream == name] for name in ("copy", "decode", "gather", "compute")
+        }
+        for lane in lanes.values():
+            assert all(a.stop <= b.start + 1e-12 for a, b in itertools.pairwise(lane))
+        for decode in lanes["decode"]:
+            before = [copy for copy in lanes["copy"] if copy.block == decode.block and copy.start < decode.start]
+            after = [
+                gather for gather in lanes["gather"] if gather.block == decode.block and gather.start > decode.start
+            ]
+            assert all(copy.stop <= decode.start + 1e-12 for copy in before)
+            assert all(decode.stop <= gather.start + 1e-12 for gather in after)
+        still = sum(
+            max(0.0, min(decode.stop, compute.stop) - max(decode.start, compute.start))
+            for decode in lanes["decode"]
+            for compute in lanes["compute"]
+        )
+        computing = sum(span.stop - span.start for span in lanes["compute"] if span.stop > 0 and span.start >= -1e-12)
+        assert computing == pytest.approx(found.compute_seconds + still, rel=1e-6), "computing stands still meanwhile"
+    limit = COUNT * 0.0024 + COUNT // 4 * DECODE
+    for staging in (2, 0):  # the two buffers run ahead of the slots as staging does
+        assert simulate(coded(0.0024, resident=18), 3, staging, links=DECODING).seconds == pytest.approx(limit)
+
+
 @pytest.mark.parametrize(
     "make,named",
     (
         (lambda: Links(h2d=0), "h2d"),
         (lambda: Links(gather=-1), "gather"),
         (lambda: Links(gather_slowdown=-1), "gather_slowdown"),
+        (lambda: Links(decode=0), "decode"),
         (lambda: Streaming(num_slots=1), "num_slots"),
         (lambda: Streaming(transfer="post"), "post"),
         (lambda: simulate_forward([], Streaming(), Links()), "no blocks"),

@@ -186,8 +186,17 @@ def read_coded_file(path: str) -> CodedFile | None:
         `RuntimeError`: the file is cut off, or what it says of itself is missing, of another format, or contradicts
             itself.
     """
-    stored = {one.key: one for one in peek_header(path)}
-    metadata = read_metadata(path)
+    return parse_coded_file(path, peek_header(path), read_metadata(path))
+
+
+def parse_coded_file(path: str, listed: Iterable[StoredTensor], metadata: Mapping[str, str]) -> CodedFile | None:
+    """
+    The same from the parts of a header, of a file that may be elsewhere.
+
+    Raises:
+        `RuntimeError`: as `read_coded_file`.
+    """
+    stored = {one.key: one for one in listed}
     text = metadata.get(METADATA_KEY)
     if text is None:
         if any(map(is_shard_key, stored)):
