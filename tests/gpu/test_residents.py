@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from diffusers_dlo import apply_distributed_layerwise_offload, plan_distributed_layerwise_offload
-from diffusers_dlo.device import platform
 from tests import toys
 from tests.ranks import run_ranks
 
@@ -137,7 +137,7 @@ def test_out_of_memory_gives_back_what_stays() -> None:
 def _share_a_device() -> None:
     """Two ranks on one device, which NCCL refuses."""
     if torch.cuda.device_count() < 2:
-        platform._BACKENDS["cuda"] = "gloo"
+        dist.Backend.default_device_backend_map["cuda"] = "gloo"
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 
 
