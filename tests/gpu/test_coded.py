@@ -1,7 +1,7 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Coded checkpoints on real devices: the same bits, fewer bytes over the link, nothing that the host waits for, and damage
-that is found before the device decodes it. Two ranks share one device where there is no second one.
+Coded checkpoints on real devices: the same bits, fewer bytes over the link, nothing that the host waits for, and
+damage that is found before the device decodes it. Two ranks share one device where there is no second one.
 """
 
 import shutil
