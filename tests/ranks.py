@@ -34,7 +34,7 @@ def run_ranks(
     killed. Without a backend they are no ranks: processes that know nothing of each other.
     """
     # A process that has asked for devices cannot hand them to forked children.
-    context = multiprocessing.get_context("spawn") if backend == "nccl" else _context
+    context = multiprocessing.get_context("spawn") if backend not in ("gloo", None) else _context
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):

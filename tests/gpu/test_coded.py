@@ -81,7 +81,7 @@ def test_one_rank(coded: str, folders: Path) -> None:
         seen = check(folders, coded, 0, **options)
         assert seen["copied"] == 4 * sum(block.coded_nbytes for block in blocks)
         assert seen["decoded"] == 4 * whole and seen["copied"] < 0.7 * seen["decoded"]
-    seen = check(folders, coded, 0, device_budget=whole // 2)
+    seen = check(folders, coded, 0, device_budget=whole // 3)  # more streams than there are slots
     assert 0 < seen["copied"] < 0.7 * seen["decoded"] and seen["resident"] > 0
     assert check(folders, coded, 0, device_budget="auto")["copied"] == 0
 
