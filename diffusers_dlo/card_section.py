@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .byte_size import format_bytes
+from .coding.codec import ON_HOST
 from .prediction_page import format_milliseconds
 from .usage_code import amount_to_paste, usage_code
 
@@ -119,7 +120,7 @@ def render_section(outline: Outline, figures: CardFigures, name: str) -> str:
             "",
             *_table(figures.rows),
             "",
-            _explanation(figures.assumed, bool(outline.coded)),
+            _explanation(figures.assumed, any(file.codec != ON_HOST for file in outline.coded.values())),
         ]
     )
 
@@ -159,10 +160,10 @@ def _coding(outline: Outline) -> list[str]:
     ]
 
 
-def _explanation(assumed: _Assumed, is_coded: bool) -> str:
+def _explanation(assumed: _Assumed, decodes: bool) -> str:
     computing = f"an estimate at {assumed.tflops:g} TFLOP/s" if assumed.is_estimate else "as it was measured before"
     given = f"Planned for devices with {format_bytes(assumed.device_nbytes)} each. " if assumed.device_nbytes else ""
-    decoding = f", {assumed.decode / 1e9:g} GB/s of weights decoded" if is_coded and assumed.decode else ""
+    decoding = f", {assumed.decode / 1e9:g} GB/s of weights decoded" if decodes and assumed.decode else ""
     return (
         "Predicted by `diffusers-dlo plan`, and not measured. Assumed link rates: "
         f"{assumed.h2d / 1e9:g} GB/s from the host to each device, {assumed.gather / 1e9:g} GB/s between devices"
