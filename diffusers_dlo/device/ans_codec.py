@@ -101,6 +101,10 @@ class AnsCodec(Codec):
         self._decompress_options = _DecompressOptions(0, _ANY)
 
     def encode(self, data: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.device(self.device):  # the library uses the current one
+            return self._encode(data)
+
+    def _encode(self, data: torch.Tensor) -> torch.Tensor:
         count = _chunks_of(data.numel())
         most, temporary = c_size_t(), c_size_t()
         options, stream = self._compress_options, self._stream()
@@ -175,6 +179,10 @@ class AnsCodec(Codec):
         return 4 * align(8 * count) + max(self._temporary_nbytes(count, nbytes), ALIGNMENT)
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
+        with torch.cuda.device(self.device):
+            self._decode(coded, out, scratch)
+
+    def _decode(self, coded: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
         count = _chunks_of(out.numel())
         offsets, sizes, lengths = _table(coded, count)
         step = align(8 * count)

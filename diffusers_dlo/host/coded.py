@@ -105,7 +105,9 @@ class CodedStore(MappedStore):
         assert layout.coded is not None
         if self._read is None or self._read[0] != unit:
             self._read = None  # first: two images need not be there at once
-            image = BlockReader(self._codec).read(layout.coded, [self._source(s) for s in layout.coded.shards])
+            # Copies first: no transfer may cross the border of what is page-locked.
+            sources = (self._source(shard).clone() for shard in layout.coded.shards)
+            image = BlockReader(self._codec).read(layout.coded, sources)
             self._read = unit, image
         return tensor_view(self._read[1], layout.tensors[tensor]).clone()
 
