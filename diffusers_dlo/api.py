@@ -33,7 +33,6 @@ from .guards import is_guarded
 from .handle import OffloadHandle
 from .host.cache import WeightCache
 from .host.choice import create_store
-from .host.coded import CodedStore
 from .host.coded_weights import CodedWeights, find_coded
 from .host.offer import files_digest, offer_mapped, rank_plans, usable_ranges
 from .host.store import HostStore
@@ -273,9 +272,9 @@ def _commit(prepared: _Prepared, platform: Platform, group: OffloadGroup) -> Off
     moved: list[Move] = []
     with ExitStack() as undo:
         undo.callback(store.close)
-        if isinstance(store, CodedStore):
+        if store.codec is not None:
             with group.agreement("enable: check sums"):
-                store.check_sums()
+                store.check_coded()
         undo.callback(put_back, moved)
         for part in parts:
             undo.callback(part.detach)

@@ -19,15 +19,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .casts import run_dtype, run_nbytes
 from .checkpoint.mapped import FileRange
+from .coding.coded_block import CodedBlock
 from .tensor_utils import OwnedTensor
-
-
-if TYPE_CHECKING:
-    from .coding.coded_file import CodedBlock
 
 
 ALIGNMENT = 256

@@ -6,7 +6,6 @@ the headers of its files name. Must not read weights.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from .checkpoint.safetensors_file import DTYPES, StoredTensor
-from .coding.coded_file import METHOD, CodedFile, CodedTensor, is_shard_key
+from .coding.coded_file import METHOD, CodedFile, is_shard_key
 from .hub_files import CheckpointFolder
 from .tensor_utils import owned_tensors
 
@@ -258,15 +257,11 @@ def _decoded_headers(coded: CodedFile) -> list[StoredTensor]:
     """The tensors in coded blocks, as the header of a file that is not coded would describe them."""
     names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
     return [
-        StoredTensor(name, coded.path, names[tensor.dtype], tensor.shape, 0, _nbytes_of(tensor))
+        StoredTensor(name, coded.path, names[tensor.dtype], tensor.shape, 0, tensor.nbytes)
         for block in coded.blocks.values()
         for tensor in block.tensors
         for name in tensor.names
     ]
-
-
-def _nbytes_of(tensor: CodedTensor) -> int:
-    return math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize
 
 
 def _kept_in_fp32(module: nn.Module, dtype: torch.dtype) -> set[str]:

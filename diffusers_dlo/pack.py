@@ -18,7 +18,7 @@ from torch import nn
 from .checkpoint.container import Container, write_bytes
 from .checkpoint.loading import mapped_loading
 from .checkpoint.safetensors_file import damaged
-from .coding.codec import ON_HOST, Codec, open_codec
+from .coding.codec import ON_HOST, Codec
 from .coding.coded_file import CodedFile, read_coded_file
 from .coding.loading import release
 from .coding.packing import write_coded
@@ -211,7 +211,7 @@ def _decoding(coded: CodedFile, decoder: Decoder) -> Callable[[Container, int, C
 
 def _open_codec(name: str) -> Codec:
     device = torch.device("cpu") if name == ON_HOST else default_device(None)
-    return open_codec(name, get_platform(device))
+    return get_platform(device).open_codec(name)
 
 
 def _refuse_nothing_to_code(modules: dict[str, nn.Module], source: str) -> None:

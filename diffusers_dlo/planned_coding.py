@@ -11,16 +11,15 @@ from dataclasses import replace
 
 from .block_layout import BlockLayout, align
 from .checkpoint.mapped import FileRange
-from .coding.coded_file import CodedBlock, CodedFile, CodedShard
+from .coding.coded_block import CodedBlock, CodedShard
+from .coding.coded_file import CodedFile
 from .coding.shard_coding import CODED_DTYPES, shard_bounds
+from .device.ans_codec import planned_scratch_nbytes
 from .offload_plan import ComponentPlan, OffloadPlan
 from .simulation import CODED_BUFFERS
 
 
 _Coding = Callable[[ComponentPlan, BlockLayout], CodedBlock | None]
-
-_TABLE_CHUNK_NBYTES = 256 << 10
-"""For each so many bytes of weights, a device's codec has three numbers of 64 bits in its scratch memory."""
 
 
 def with_coded_blocks(plan: OffloadPlan, files: Mapping[str, CodedFile]) -> OffloadPlan:
@@ -99,13 +98,13 @@ def copied_shards(block: BlockLayout, shards: int) -> tuple[int, ...]:
 def decoding_nbytes(plan: OffloadPlan) -> int:
     """
     Device bytes that coded blocks take beside their slots: buffers for the largest coded shard, and scratch memory
-    for a codec of the device, at most.
+    for a codec of the device, as if all of that shard were one segment.
     """
     shards = [shard for block in plan.blocks if block.coded is not None for shard in block.coded.shards]
     if not shards:
         return 0
-    chunks = -(-max(shard.nbytes for shard in shards) // _TABLE_CHUNK_NBYTES)
-    return CODED_BUFFERS * max(shard.place.nbytes for shard in shards) + 3 * align(8 * chunks)
+    scratch = planned_scratch_nbytes(max(shard.nbytes for shard in shards))
+    return CODED_BUFFERS * max(shard.place.nbytes for shard in shards) + scratch
 
 
 def _with_blocks(plan: OffloadPlan, coded: _Coding) -> OffloadPlan:

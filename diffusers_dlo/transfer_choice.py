@@ -25,7 +25,7 @@ from .config import DistributedLayerwiseOffloadConfig
 from .distributed.group import OffloadGroup
 from .engine import Engine
 from .gather_lane import GatherLane
-from .host.store import CodedExtent, Extent
+from .host.store import Extent
 from .lone_gather import LoneGather
 from .offload_plan import OffloadPlan
 from .units import Component, Unit
@@ -166,7 +166,7 @@ class _Trial:
         ring = lane.lend_ring()
         index = ring.next_slot.index
 
-        def views(extents: Sequence[Extent | CodedExtent], shards: int, rank: int) -> Any:
+        def views(extents: Sequence[Extent], shards: int, rank: int) -> Any:
             return ring.views(block.layout, extents, shards, rank)[index]
 
         self._in_shards = views(block.extents, group.size, group.rank)

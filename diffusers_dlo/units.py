@@ -17,7 +17,7 @@ from .block_layout import BlockLayout
 from .device.interface import Event, Stream
 from .device.resident import Home, ShardBuffer
 from .device.ring import BlockViews, Copies, Slot
-from .host.store import CodedExtent, Extent, HostStore
+from .host.store import Extent, HostStore
 from .managed_tensor import ManagedTensor
 from .offload_plan import ComponentPlan
 
@@ -120,7 +120,7 @@ class Unit:
         return bool(self._streaming)
 
     @property
-    def extents(self) -> Sequence[Extent | CodedExtent]:
+    def extents(self) -> list[Extent]:
         """The host memory this rank copies for it."""
         return self.store.extents(self.key)
 

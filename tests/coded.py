@@ -17,21 +17,12 @@ from diffusers_dlo.block_discovery import find_units
 from diffusers_dlo.block_layout import lay_out
 from diffusers_dlo.checkpoint.container import Container, Entry
 from diffusers_dlo.checkpoint.mapped import FileRange
-from diffusers_dlo.checkpoint.safetensors_file import peek_header, read_metadata
 from diffusers_dlo.coding.check_sum import CheckSums, as_text
-from diffusers_dlo.coding.coded_file import (
-    DIGEST_KEY,
-    METADATA_KEY,
-    CodedBlock,
-    CodedFile,
-    CodedShard,
-    CodedTensor,
-    header_digest,
-    read_coded_file,
-    shard_key,
-)
+from diffusers_dlo.coding.coded_block import CodedBlock, CodedShard, CodedTensor, Segment
+from diffusers_dlo.coding.coded_file import CodedFile, read_coded_file, shard_key
 from diffusers_dlo.coding.loading import CodedQuantizer
-from diffusers_dlo.coding.shard_coding import Segment, shard_bounds
+from diffusers_dlo.coding.packing import metadata_of, write_header
+from diffusers_dlo.coding.shard_coding import shard_bounds
 from diffusers_dlo.coding.zstd import ZstdCodec
 from diffusers_dlo.host.store import copy_range
 
@@ -80,14 +71,13 @@ def _write(model: nn.Module, path: str, ranks: int, chooses: Callable[[int], boo
             for item, place in zip(unit.tensors, layout.tensors)
         )
         blocks[unit.name] = CodedBlock(unit.name, layout.digest, layout.nbytes, tensors, tuple(shards))
-    text = CodedFile(path, codec.name, codec.version, ranks, "bfloat16", blocks).as_text()
-    container = Container([entries], {METADATA_KEY: text, DIGEST_KEY: "0" * 64})
+    coded = CodedFile(path, codec.name, codec.version, ranks, "bfloat16", blocks)
+    container = Container([entries], metadata_of(coded))
     part = f"{path}.{os.getpid()}"
     fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         container.write_share(fd, 0, 1, lambda nbytes: None)
-        container.write_header(fd)
-        container.write_header(fd, **{DIGEST_KEY: header_digest(peek_header(part), read_metadata(part))})
+        write_header(container, fd, part, coded)
     finally:
         os.close(fd)
     os.replace(part, path)

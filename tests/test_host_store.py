@@ -172,11 +172,11 @@ def test_what_is_stored_is_what_was_written(name: str, size: int, transfer: str,
         for store in stores:
             # The extents cover the shard, in order, without a gap or an overlap.
             position = 0
-            for offset, source in store.extents(unit):
+            for offset, source, _ in store.extents(unit):
                 assert offset == position and source.dtype == torch.uint8 and source.is_contiguous()
                 position += source.numel()
             assert position == shard
-            parts.append(torch.cat([source for _, source in store.extents(unit)]))
+            parts.append(torch.cat([source for _, source, _ in store.extents(unit)]))
         if whole:
             for part in parts:
                 assert_image(part, expected[unit])
@@ -281,11 +281,11 @@ def test_parts_that_straddle_pinned_chunks(monkeypatch: pytest.MonkeyPatch, size
         for store in stores:
             extents = store.extents(unit)
             straddling += len(extents) > 1
-            assert all(source.numel() <= chunk for _, source in extents)
-            assert [offset for offset, _ in extents] == [
-                sum(source.numel() for _, source in extents[:i]) for i in range(len(extents))
+            assert all(source.numel() <= chunk for _, source, _ in extents)
+            assert [offset for offset, _, _ in extents] == [
+                sum(source.numel() for _, source, _ in extents[:i]) for i in range(len(extents))
             ]
-            parts.append(torch.cat([source for _, source in extents]))
+            parts.append(torch.cat([source for _, source, _ in extents]))
         assert_image(parts[0] if layout.is_leaf else torch.cat(parts), expected[unit])
         if layout.is_leaf or size == 1:
             assert_image(image_of(stores[-1], unit), expected[unit])
@@ -553,7 +553,7 @@ def test_what_a_rank_copies_is_page_locked(size: int, transfer: str) -> None:
         store = PackedStore(plan, rank, platform, os.dup(fd))
         locked = 0
         for unit in range(len(plan.units)):
-            for _, source in store.extents(unit):
+            for _, source, _ in store.extents(unit):
                 start, stop = source.data_ptr(), source.data_ptr() + source.numel()
                 assert any(low <= start and stop <= low + length for low, length in platform.ranges.items())
                 locked += source.numel()
@@ -581,7 +581,7 @@ def test_a_rank_that_goes_on_alone_copies_what_the_others_did(size: int, refused
         for unit, (layout, expected) in enumerate(zip(store.layouts, images_of(plan, model))):
             store.copy_whole(unit)
             image = torch.zeros(layout.padded_nbytes(size), dtype=torch.uint8)
-            for offset, source in store.extents(unit):
+            for offset, source, _ in store.extents(unit):
                 image[offset : offset + source.numel()] = source
                 start, stop = source.data_ptr(), source.data_ptr() + source.numel()
                 touched = [(a, a + n) for a, n in platform.ranges.items() if a < stop and start < a + n]

@@ -874,7 +874,7 @@ def test_what_ranks_copy_is_the_image_and_page_locked(size: int, transfer: str, 
                 copied = 0
                 if layout.is_leaf:
                     store.prepare(unit)
-                for offset, source in store.extents(unit):
+                for offset, source, _ in store.extents(unit):
                     start, stop = source.data_ptr(), source.data_ptr() + source.numel()
                     assert any(low <= start and stop <= low + n for low, n in platform.ranges.items()), "not locked"
                     assert offset + source.numel() <= (len(image) if whole else shard)

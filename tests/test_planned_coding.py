@@ -22,20 +22,11 @@ from diffusers_dlo import plan_distributed_layerwise_offload
 from diffusers_dlo.block_layout import align
 from diffusers_dlo.checkpoint.container import Container, Entry
 from diffusers_dlo.checkpoint.mapped import FileRange
-from diffusers_dlo.checkpoint.safetensors_file import peek_header, read_metadata
 from diffusers_dlo.cli import main
-from diffusers_dlo.coding.coded_file import (
-    DIGEST_KEY,
-    METADATA_KEY,
-    CodedBlock,
-    CodedFile,
-    CodedShard,
-    CodedTensor,
-    header_digest,
-    read_coded_file,
-    shard_key,
-)
-from diffusers_dlo.coding.shard_coding import Segment, shard_bounds
+from diffusers_dlo.coding.coded_block import CodedBlock, CodedShard, CodedTensor, Segment
+from diffusers_dlo.coding.coded_file import CodedFile, read_coded_file, shard_key
+from diffusers_dlo.coding.packing import metadata_of, write_header
+from diffusers_dlo.coding.shard_coding import shard_bounds
 from diffusers_dlo.hub_files import CheckpointFolder
 from diffusers_dlo.offload_plan import OffloadPlan
 from diffusers_dlo.outline import open_outline
@@ -92,13 +83,12 @@ def hollow_coded(folder: Path, codec: str = "ans", last: int = 2, digest: str = 
         blocks[layout.name] = CodedBlock(layout.name, digest or layout.digest, layout.nbytes, tensors, tuple(shards))
     said = CodedFile("", codec, "6.0.0", RANKS, "bfloat16", blocks, "0" * 64)
     rest = [Entry(name, one) for name, one in model().named_parameters() if name not in said.tensor_names]
-    container = Container([rest], {METADATA_KEY: said.as_text(), DIGEST_KEY: "0" * 64}, runs)
+    container = Container([rest], metadata_of(said), runs)
     path = str(folder / NAME)
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     try:
         os.ftruncate(fd, container.nbytes)
-        container.write_header(fd)
-        container.write_header(fd, **{DIGEST_KEY: header_digest(peek_header(path), read_metadata(path))})
+        write_header(container, fd, path, said)
     finally:
         os.close(fd)
     found = read_coded_file(path)
@@ -151,8 +141,8 @@ def test_every_figure_is_that_of_the_coded_shards(coded: Path, capsys: pytest.Ca
         assert forward["copy_seconds"] == pytest.approx(sum(copied) / 10e9)
         assert forward["decode_seconds"] == pytest.approx(sum(x.nbytes for x in layouts[:-2]) / shares / 100e9)
         assert forward["copy_seconds"] < forward["seconds"] < 1.02 * forward["copy_seconds"], "the link sets the time"
-        most = layouts[0].shard_nbytes(RANKS)  # two buffers, and 24 bytes for each 256 KiB of the largest shard
-        expected = 2 * max(map(max, sizes[:-2])) + 3 * align(8 * -(-most // (256 << 10)))
+        most = layouts[0].shard_nbytes(RANKS)  # two buffers, and 32 bytes for each 256 KiB of the largest shard
+        expected = 2 * max(map(max, sizes[:-2])) + 4 * align(8 * -(-most // (256 << 10))) + 256
         assert option["device_memory"]["decoding"] == expected
         assert option["host_weights_bytes"] == sum(map(sum, sizes[:-2])) + sum(x.padded_nbytes(RANKS) for x in raw)
     assert gathered["host_pinned_bytes"] == pytest.approx(sum(layout.nbytes for layout in layouts), rel=1e-3)
@@ -192,8 +182,8 @@ def test_what_is_planned_is_what_enabling_does(tmp_path: Path) -> None:
         assert after.h2d_bytes - before.h2d_bytes == option.forwards[0].simulation.h2d_nbytes
         assert after.decoded_bytes - before.decoded_bytes == sum(align(block.nbytes) for block in plan.blocks)
         assert after.host_shared_bytes == option.host_nbytes
-        table = 3 * align(8)  # one entry, which the codec of the host does without
-        assert after.device_slot_bytes == option.memory.slots + option.memory.decoding - table
+        scratch = 4 * align(8) + 256  # for one chunk, which the codec of the host does without
+        assert after.device_slot_bytes == option.memory.slots + option.memory.decoding - scratch
     finally:
         handle.remove()
 

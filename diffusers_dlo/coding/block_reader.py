@@ -13,8 +13,8 @@ import torch
 from ..block_layout import align
 from .check_sum import CheckSums, as_text
 from .codec import Codec
-from .coded_file import CodedBlock, CodedShard
-from .shard_coding import Segment, check_segments, decode_shard
+from .coded_block import CodedBlock, CodedShard, Segment
+from .shard_coding import check_segments, decode_shard
 
 
 def damaged_shard(shard: CodedShard, why: object) -> RuntimeError:

@@ -5,8 +5,7 @@ Owns the check sum by which coded shards are known again on the device that will
 [Note: Check sums]
     A sum of all 32-bit words, each times an odd number of 64 bits that its place determines, modulo 2^64, and the
     number of bytes. It is the same on every device, since integers add up exactly in any order, and one changed word
-    always changes it; a device reads gigabytes for it in milliseconds. It finds damage, and no forgery: whoever writes
-    a checkpoint can write its sums too.
+    always changes it. It finds damage, and no forgery: whoever writes a checkpoint can write its sums too.
 """
 
 from __future__ import annotations

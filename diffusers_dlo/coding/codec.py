@@ -1,18 +1,13 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns what a codec is, and the choice of one by name. Must not know of blocks, shards or files.
+Owns what a codec is, and which versions of one read the same. Must not know of blocks, shards or files.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 import torch
-
-
-if TYPE_CHECKING:
-    from ..device.interface import Platform
 
 
 ON_HOST = "zstd"
@@ -62,21 +57,6 @@ class Codec(ABC):
         Raises:
             `RuntimeError`: it cannot be decoded.
         """
-
-
-def open_codec(name: str, platform: Platform) -> Codec:
-    """
-    The codec of a name, for a device or the host.
-
-    Raises:
-        `RuntimeError`: there is none of that name, its library is missing, or it does not work on this device; with
-            the remedy.
-    """
-    if name == ON_HOST:
-        from .zstd import ZstdCodec
-
-        return ZstdCodec()
-    return platform.open_codec(name)
 
 
 def check_version(codec: Codec, found: str, path: str) -> None:

@@ -27,7 +27,8 @@ from typing import Any
 from ..block_layout import ALIGNMENT
 from ..checkpoint.mapped import FileRange
 from ..checkpoint.safetensors_file import DTYPES, StoredTensor, damaged, peek_header, read_metadata, without_repeats
-from .shard_coding import Segment, check_places, shard_bounds
+from .coded_block import CodedBlock, CodedShard, CodedTensor, Segment
+from .shard_coding import check_places, shard_bounds
 
 
 METHOD = "dlo_coded"
@@ -39,7 +40,7 @@ DIGEST_KEY = "coded_sha256"
 FORMAT = 1
 """The version of the description; what has another one is refused."""
 _PREFIX = "dlo_coded."
-_ITEMSIZES = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
+_DTYPES = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
 _MOST = 1 << 48
 """Bytes, or elements: more than any memory has."""
 
@@ -59,63 +60,6 @@ def header_digest(stored: Iterable[StoredTensor], metadata: Mapping[str, str]) -
     places = sorted((one.key, one.dtype, one.shape, one.offset, one.nbytes) for one in stored)
     said = sorted((key, value) for key, value in metadata.items() if key != DIGEST_KEY)
     return hashlib.sha256(json.dumps([places, said], separators=(",", ":")).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class CodedShard:
-    """
-    One coded shard: `nbytes` bytes of its block's image from `offset` on, without padding at its end.
-
-    Attributes:
-        place (`FileRange`): where the coded bytes lie.
-        check_sum (`str`): of these ([Note: Check sums]).
-        segments (`tuple[Segment, ...]`): what they are made up of ([Note: Coded shards]).
-    """
-
-    block: str
-    offset: int
-    nbytes: int
-    place: FileRange
-    check_sum: str
-    segments: tuple[Segment, ...]
-
-    def __str__(self) -> str:
-        return f"the coded shard of block '{self.block}' at byte {self.place.offset} of '{self.place.path}'"
-
-
-@dataclass(frozen=True)
-class CodedTensor:
-    """A tensor of a coded block, by the names it has in the model: what its values will be like."""
-
-    names: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * _ITEMSIZES[self.dtype]
-
-
-@dataclass(frozen=True)
-class CodedBlock:
-    """A block in coded shards. `digest` is that of its layout, `nbytes` its image's size without padding."""
-
-    name: str
-    digest: str
-    nbytes: int
-    tensors: tuple[CodedTensor, ...]
-    shards: tuple[CodedShard, ...]
-
-    @property
-    def coded_nbytes(self) -> int:
-        """Bytes of all its coded shards."""
-        return sum(shard.place.nbytes for shard in self.shards)
-
-    @property
-    def tensors_nbytes(self) -> int:
-        """Bytes of its weights when they are not coded."""
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -274,7 +218,7 @@ def _parse_sizes(nbytes: object, coded_nbytes: object) -> tuple[int, int]:
 
 def _parse_tensor(names: object, dtype: object, shape: object) -> CodedTensor:
     known = tuple(_text(name) for name in _items(names))
-    if not known or dtype not in _ITEMSIZES:
+    if not known or dtype not in _DTYPES:
         raise ValueError(f"the tensor {known} is of an unknown dtype, {dtype!r}, or has no name")
     sizes = tuple(_count(size) for size in _items(shape))
     if math.prod(max(size, 1) for size in sizes) > _MOST:

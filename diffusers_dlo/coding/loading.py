@@ -23,7 +23,8 @@ from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from torch import nn
 
 from ..checkpoint.safetensors_file import damaged, list_some
-from .coded_file import METHOD, CodedFile, CodedTensor, is_shard_key, read_coded_file
+from .coded_block import CodedTensor
+from .coded_file import METHOD, CodedFile, is_shard_key, read_coded_file
 from .coded_guard import guard_coded, unguard_coded
 
 

@@ -30,25 +30,9 @@ from ..packed_weights import groups_of, new_file, progress, state_of
 from .block_reader import decoded
 from .check_sum import CheckSums, as_text
 from .codec import Codec
-from .coded_file import (
-    DIGEST_KEY,
-    METADATA_KEY,
-    CodedBlock,
-    CodedFile,
-    CodedShard,
-    CodedTensor,
-    header_digest,
-    shard_key,
-)
-from .shard_coding import (
-    CODED_DTYPES,
-    Region,
-    Segment,
-    check_segments,
-    encode_shard,
-    regions_of,
-    shard_bounds,
-)
+from .coded_block import CodedBlock, CodedShard, CodedTensor, Segment
+from .coded_file import DIGEST_KEY, METADATA_KEY, CodedFile, header_digest, shard_key
+from .shard_coding import CODED_DTYPES, Region, check_segments, encode_shard, regions_of, shard_bounds
 
 
 _NO_DIGEST = "0" * 64
@@ -88,17 +72,27 @@ def write_coded(module: nn.Module, path: str, title: str, codec: Codec, ranks: i
             return empty
         coded = replace(empty, blocks=coder.blocks, sizes=coder.sizes, content=_NO_DIGEST)
         rest = {key: tensor for key, tensor in state.items() if key not in coded.tensor_names}
-        container = Container(groups_of(module, rest), _metadata(coded), _runs(coded), room)
+        container = Container(groups_of(module, rest), metadata_of(coded), _runs(coded), room)
         assert len(container.header) == room
         os.ftruncate(fd, container.nbytes)
         with progress(f"Packing {title}", container.nbytes - coder.end) as bar:
             container.write_share(fd, 0, 1, bar.update)
         with progress(f"Digesting {title}", container.nbytes - room) as bar:
             coded = replace(coded, content=content_digest(dict(chunk_digests(fd, room, 0, 1, bar.update))))
-        container.write_header(fd, **_metadata(coded))
-        digest = header_digest(peek_header(path), read_metadata(path))
-        container.write_header(fd, **{**_metadata(coded), DIGEST_KEY: digest})
+        write_header(container, fd, path, coded)
     return coded
+
+
+def metadata_of(coded: CodedFile) -> dict[str, str]:
+    """What a coded file says of itself in its header, before there is a digest of that."""
+    return {"format": "pt", METADATA_KEY: coded.as_text(), DIGEST_KEY: _NO_DIGEST}
+
+
+def write_header(container: Container, fd: int, path: str, coded: CodedFile) -> None:
+    """Completes a coded file, open as `fd`, whose container was made with such metadata: its header, with a digest."""
+    container.write_header(fd, **metadata_of(coded))
+    digest = header_digest(peek_header(path), read_metadata(path))
+    container.write_header(fd, **{**metadata_of(coded), DIGEST_KEY: digest})
 
 
 @dataclass(frozen=True)
@@ -169,7 +163,7 @@ def _room_for(empty: CodedFile, groups: list[list[Entry]], candidates: list[_Can
     most = sum(block.coded_nbytes for block in blocks.values())
     dtypes = {region.dtype for one in candidates for region in one.regions}
     raw = replace(empty, blocks=blocks, sizes=dict.fromkeys(sorted(dtypes), (most, most)), content=_NO_DIGEST)
-    return len(Container(groups, _metadata(raw), _runs(raw)).header)
+    return len(Container(groups, metadata_of(raw), _runs(raw)).header)
 
 
 class _Coder:
@@ -237,7 +231,3 @@ def _runs(coded: CodedFile) -> list[tuple[str, int]]:
         for block in coded.blocks.values()
         for index, shard in enumerate(block.shards)
     ]
-
-
-def _metadata(coded: CodedFile) -> dict[str, str]:
-    return {"format": "pt", METADATA_KEY: coded.as_text(), DIGEST_KEY: _NO_DIGEST}

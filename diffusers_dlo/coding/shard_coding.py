@@ -20,6 +20,7 @@ import torch
 
 from ..block_layout import SMALL_NBYTES, BlockLayout, align
 from .codec import Codec
+from .coded_block import Segment
 
 
 CODED_DTYPES = ("bfloat16", "float16")
@@ -27,20 +28,6 @@ CODED_DTYPES = ("bfloat16", "float16")
 
 _WORTH = 0.95
 """A segment is kept as it is if coding leaves more of it than this."""
-
-
-class Segment(NamedTuple):
-    """`nbytes` bytes from `offset` of a shard, which are `coded_nbytes` from `coded_offset` of the coded shard."""
-
-    offset: int
-    nbytes: int
-    coded_offset: int
-    coded_nbytes: int
-
-    @property
-    def is_coded(self) -> bool:
-        """Whether it has to be decoded, and not only copied."""
-        return self.coded_nbytes < self.nbytes
 
 
 class Region(NamedTuple):

@@ -18,7 +18,8 @@ from ..checkpoint.safetensors_file import damaged, read_header
 from ..packed_weights import progress
 from .block_reader import BlockReader, damaged_shard
 from .codec import Codec, check_version
-from .coded_file import CodedBlock, CodedFile
+from .coded_block import CodedBlock
+from .coded_file import CodedFile
 
 
 def check_file(coded: CodedFile, title: str) -> None:

@@ -7,8 +7,9 @@ shards or files.
     The library codes 16-bit floats by itself: exponents by an entropy code, the other bits as they are. It does so in
     chunks, which a device decodes side by side. A coded run begins with a table of three numbers of 64 bits for each
     chunk: where it lies in the run, its coded length and its length. The library wants addresses; they are made on the
-    device, from the table and the two places of the run, so that a decoding takes no more than four launches and the
-    host nothing but these. Its Python package would allocate for each; the C calls are bound here, by `ctypes`.
+    device, from the table and the two places of the run, so that a decoding takes three launches, one of them the
+    library's, and the host nothing but these. Its Python package would allocate for each; the C calls are bound here,
+    by `ctypes`.
 
     The library is not to be given damaged data: that can read outside of its memory, which ends the process. What is
     decoded has been checked before ([Note: Check sums]), and so have the tables (`check`).
@@ -175,8 +176,8 @@ class AnsCodec(Codec):
             raise ValueError("a chunk lies outside of it")
 
     def scratch_nbytes(self, nbytes: int) -> int:
-        count = _chunks_of(nbytes)
-        return 4 * align(8 * count) + max(self._temporary_nbytes(count, nbytes), ALIGNMENT)
+        temporary = self._temporary_nbytes(_chunks_of(nbytes), nbytes)
+        return planned_scratch_nbytes(nbytes) + max(temporary - ALIGNMENT, 0)
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor) -> None:
         with torch.cuda.device(self.device):
@@ -226,6 +227,13 @@ class AnsCodec(Codec):
 
     def _stream(self) -> c_void_p:
         return c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+
+
+def planned_scratch_nbytes(nbytes: int) -> int:
+    """
+    `AnsCodec.scratch_nbytes`, known without a device: of a library that asks for no memory of its own, such as 6.0.0.
+    """
+    return 4 * align(8 * _chunks_of(nbytes)) + ALIGNMENT
 
 
 def _chunks_of(nbytes: int) -> int:

@@ -24,12 +24,9 @@ import torch
 
 from ..coding.codec import Codec
 from ..coding.shard_coding import decode_shard
+from ..simulation import CODED_BUFFERS
 from .interface import Event, Platform
 from .ring import Copy
-
-
-BUFFERS = 2
-"""Coded shards on the device at a time: one arrives while another is decoded."""
 
 
 @dataclass
@@ -73,7 +70,8 @@ class Decoder:
         self.coded_nbytes = coded_nbytes
         self._scratch = platform.empty(scratch_nbytes)
         self._buffers = [
-            _Buffer(platform.empty(coded_nbytes), platform.new_event(), platform.new_event()) for _ in range(BUFFERS)
+            _Buffer(platform.empty(coded_nbytes), platform.new_event(), platform.new_event())
+            for _ in range(CODED_BUFFERS)
         ]
         self._turn = 0
         self.stream = platform.new_stream(high_priority=True)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..coding.codec import ON_HOST, Codec
+from ..coding.zstd import ZstdCodec
 
 
 Event = Any
@@ -67,11 +68,13 @@ class Platform:
 
     def open_codec(self, name: str) -> Codec:
         """
-        One of `codecs`, but for that of the host.
+        One of `codecs`, or that of the host, which works beside any device.
 
         Raises:
-            `RuntimeError`: this kind of device has no such codec, or its library is missing.
+            `RuntimeError`: this kind of device has no such codec, or its library is missing; with the remedy.
         """
+        if name == ON_HOST:
+            return ZstdCodec()
         raise RuntimeError(
             f"'{self.device.type}' devices have no codec '{name}'. Where it works, `diffusers-dlo pack --decode` "
             "makes an ordinary checkpoint of a coded one; `pack --codec zstd` makes one that is read everywhere."

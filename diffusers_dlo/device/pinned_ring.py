@@ -104,7 +104,8 @@ class PinnedRing:
         The chunks of `copies` in their order, each copied to a buffer on the host, once `wait` has waited for the last
         copy from that. Whoever asks for the next one has queued the one before.
         """
-        for target, source, *_ in copies:
+        for copy in copies:
+            source = copy.source
             for start in range(0, source.numel(), self.buffer_nbytes):
                 chunk = source[start : start + self.buffer_nbytes]
                 buffer = self._buffers[self._turn % len(self._buffers)]
@@ -112,7 +113,7 @@ class PinnedRing:
                 wait(buffer.copied)
                 filled = buffer.memory[: chunk.numel()]
                 self._copy(filled, chunk)
-                yield Piece(target[start : start + chunk.numel()], filled, buffer.copied)
+                yield Piece(copy.target[start : start + chunk.numel()], filled, buffer.copied)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """On the host, by all threads; memory that the device reads afterwards."""

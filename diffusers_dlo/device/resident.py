@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..block_layout import BlockLayout
-from ..host.store import CodedExtent, Extent
+from ..host.store import Extent
 from .interface import Event, Platform
 from .ring import BlockViews, Copies, Slot, copy_pairs, make_views, new_slot
 
@@ -27,7 +27,7 @@ class Home:
     """
 
     def __init__(
-        self, platform: Platform, layout: BlockLayout, extents: Sequence[Extent | CodedExtent], shards: int, rank: int
+        self, platform: Platform, layout: BlockLayout, extents: Sequence[Extent], shards: int, rank: int
     ) -> None:
         self.slot = new_slot(platform, -1, layout.padded_nbytes(shards))
         self.views: BlockViews = make_views(self.slot.buffer, layout, extents, shards, rank)
@@ -63,11 +63,7 @@ class ShardBuffer:
 
 
 def new_shard(
-    platform: Platform,
-    nbytes: int,
-    extents: Sequence[Extent | CodedExtent],
-    peers: Sequence[torch.Tensor] = (),
-    rank: int = 0,
+    platform: Platform, nbytes: int, extents: Sequence[Extent], peers: Sequence[torch.Tensor] = (), rank: int = 0
 ) -> ShardBuffer:
     """
     Memory of `nbytes` for a shard that stays, which comes from `extents`: this rank's own place among its `peers`, if

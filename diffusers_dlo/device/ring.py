@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..block_layout import BlockLayout
-from ..host.store import CodedExtent, Extent, tensor_view
+from ..host.store import CodedSource, Extent, tensor_view
 from .interface import Event, Platform, Stream
 
 
@@ -23,11 +23,11 @@ OF_NOTHING = ("", -1)
 
 
 class Copy(NamedTuple):
-    """What fills a range of device memory, `target`: host memory, or what it is decoded to (`coded`)."""
+    """What fills a range of device memory, `target`: host memory, or what that is decoded to (`coded`)."""
 
     target: torch.Tensor
     source: torch.Tensor
-    coded: CodedExtent | None = None
+    coded: CodedSource | None = None
 
 
 Copies = tuple[Copy, ...]
@@ -161,9 +161,7 @@ class Ring:
             if slot.copied_ahead is not None and component in (None, slot.copied_ahead[0]):
                 slot.copied_ahead = OF_NOTHING  # still to be waited for
 
-    def views(
-        self, layout: BlockLayout, extents: Sequence[Extent | CodedExtent], shards: int, rank: int
-    ) -> list[BlockViews]:
+    def views(self, layout: BlockLayout, extents: Sequence[Extent], shards: int, rank: int) -> list[BlockViews]:
         """The views of one block for each slot. `rank` is the shard this rank copies, of `shards`."""
         return [make_views(slot.buffer, layout, extents, shards, rank, slot.input) for slot in self.slots]
 
@@ -185,7 +183,7 @@ def new_slot(platform: Platform, index: int, nbytes: int, input_nbytes: int = 0)
 def make_views(
     buffer: torch.Tensor,
     layout: BlockLayout,
-    extents: Sequence[Extent | CodedExtent],
+    extents: Sequence[Extent],
     shards: int,
     rank: int,
     beside: torch.Tensor | None = None,
@@ -209,7 +207,7 @@ def make_views(
         )
 
 
-def copy_pairs(shard: torch.Tensor, extents: Sequence[Extent | CodedExtent]) -> Copies:
+def copy_pairs(shard: torch.Tensor, extents: Sequence[Extent]) -> Copies:
     """What to copy where, to have this rank's part of a block in `shard`."""
     with torch.inference_mode(False):
         return tuple(Copy(shard[e.offset : e.offset + e.nbytes], e.source, e.coded) for e in extents)

@@ -6,7 +6,7 @@ decode what streams: it says what is copied, and how that is made up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,11 +14,11 @@ from ..checkpoint.mapped import FileRange, FileStamp
 from ..coding.block_reader import BlockReader, check_content, check_shard
 from ..coding.check_sum import CheckSums
 from ..coding.codec import Codec
-from ..coding.coded_file import CodedShard
+from ..coding.coded_block import CodedShard
 from ..device.interface import Platform
 from ..offload_plan import OffloadPlan
 from .mapped import MappedStore
-from .store import CodedExtent, Extent, tensor_view
+from .store import CodedSource, Extent, tensor_view
 
 
 class CodedStore(MappedStore):
@@ -47,8 +47,8 @@ class CodedStore(MappedStore):
         "the unit that was read last, and its image"
         super().__init__(plan, rank, platform, fd, stamps)
         try:
-            for extent in self._every_coded_extent():
-                check_shard(extent.source, extent.shard, codec)
+            for source, coded in self._every_coded_source():
+                check_shard(source, coded.shard, codec)
         except BaseException:
             self.close()
             raise
@@ -63,7 +63,7 @@ class CodedStore(MappedStore):
 
     @property
     def scratch_nbytes(self) -> int:
-        shards = (extent.shard for extent in self._every_coded_extent())
+        shards = (coded.shard for _, coded in self._every_coded_source())
         sizes = [segment.nbytes for shard in shards for segment in shard.segments if segment.is_coded]
         return self._codec.scratch_nbytes(max(sizes)) if sizes else 0
 
@@ -72,22 +72,19 @@ class CodedStore(MappedStore):
         coded = (layout.coded.coded_nbytes for layout in self.layouts if layout.coded is not None)
         return super().files_nbytes + sum(coded)
 
-    def check_sums(self) -> None:
-        """
-        Reads all that this rank copies of coded blocks, by way of the device, and compares its check sums: once,
-        before anything is decoded. The files are known to be the same from then on ([Note: Changed files]).
-
-        Raises:
-            `RuntimeError`: a shard is damaged, with its block and file.
-        """
+    def check_coded(self) -> None:
+        # By way of the device. The files are known to be the same from then on ([Note: Changed files]).
         device = self._codec.device
         sums = CheckSums(device)
-        found = [(extent.shard, sums.queue(_on(device, extent.pieces))) for extent in self._every_coded_extent()]
+        found = [(coded.shard, sums.queue(_on(device, coded.pieces))) for _, coded in self._every_coded_source()]
         for shard, total in found:
             check_content(shard, total)
 
-    def extents(self, unit: int) -> Sequence[Extent | CodedExtent]:
-        return super().extents(unit) if self.layouts[unit].coded is None else self._coded_extents(unit)
+    def extents(self, unit: int) -> list[Extent]:
+        if self.layouts[unit].coded is None:
+            return super().extents(unit)
+        base, _ = self.copied_bounds(unit)
+        return [Extent(coded.shard.offset - base, source, coded) for source, coded in self._coded_sources(unit)]
 
     def view(self, unit: int, tensor: int) -> torch.Tensor | None:
         return super().view(unit, tensor) if self.layouts[unit].coded is None else self._decoded(unit, tensor)
@@ -114,18 +111,15 @@ class CodedStore(MappedStore):
     def _source(self, shard: CodedShard) -> torch.Tensor:
         return self._files[shard.place.path].content[shard.place.offset :][: shard.place.nbytes]
 
-    def _every_coded_extent(self) -> list[CodedExtent]:
-        units = [unit for unit, layout in enumerate(self.layouts) if layout.coded is not None]
-        return [extent for unit in units for extent in self._coded_extents(unit)]
+    def _every_coded_source(self) -> Iterator[tuple[torch.Tensor, CodedSource]]:
+        for unit, layout in enumerate(self.layouts):
+            if layout.coded is not None:
+                yield from self._coded_sources(unit)
 
-    def _coded_extents(self, unit: int) -> list[CodedExtent]:
-        base, _ = self.copied_bounds(unit)
-        found = []
+    def _coded_sources(self, unit: int) -> Iterator[tuple[torch.Tensor, CodedSource]]:
         for shard in self._copied_shards(unit):
             source = self._source(shard)
-            pieces = tuple(self._registrations.split(source))
-            found.append(CodedExtent(shard.offset - base, source, shard, pieces))
-        return found
+            yield source, CodedSource(shard, tuple(self._registrations.split(source)))
 
     def _copied_shards(self, unit: int) -> list[CodedShard]:
         """What this rank copies of a coded block, without shards of nothing."""

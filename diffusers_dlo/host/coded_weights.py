@@ -17,8 +17,9 @@ from ..block_discovery import Selection
 from ..block_layout import BlockLayout
 from ..checkpoint.mapped import FileStamp, map_read_only
 from ..coding.block_reader import BlockReader
-from ..coding.codec import Codec, check_version, open_codec
-from ..coding.coded_file import CodedBlock, CodedFile, read_coded_file
+from ..coding.codec import Codec, check_version
+from ..coding.coded_block import CodedBlock
+from ..coding.coded_file import CodedFile, read_coded_file
 from ..coding.loading import coded_file_of
 from ..config import DistributedLayerwiseOffloadConfig
 from ..device.interface import Platform
@@ -76,7 +77,7 @@ class CodedWeights:
                 f"The components were coded by different codecs ({', '.join(names)}); pack them with the same one."
             )
         self._decodes_in_place = names[0] in platform.codecs and platform.registers_host_memory
-        self.codec: Codec = open_codec(names[0], platform)
+        self.codec: Codec = platform.open_codec(names[0])
         for file in files.values():
             check_version(self.codec, file.codec_version, file.path)
 

@@ -25,7 +25,7 @@ from ..checkpoint.read_ahead import read_ahead
 from ..device.interface import Platform
 from ..offload_plan import OffloadPlan
 from .packed import PackedStore
-from .store import CodedExtent, Extent, apart, tensor_view
+from .store import Extent, apart, tensor_view
 
 
 logger = logging.get_logger(__name__)
@@ -145,7 +145,7 @@ class MappedStore(PackedStore):
     def files_nbytes(self) -> int:
         return sum(run.nbytes for layout in self.layouts for run in layout.runs)
 
-    def extents(self, unit: int) -> Sequence[Extent | CodedExtent]:
+    def extents(self, unit: int) -> list[Extent]:
         found = []
         for offset, place in self._pieces(unit):
             for source in self._registrations.split(self._files[place.path].content[place.offset :][: place.nbytes]):

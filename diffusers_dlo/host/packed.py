@@ -21,7 +21,7 @@ from diffusers.utils import logging
 from ..device.interface import Platform
 from ..offload_plan import OffloadPlan
 from .registration import Registrations
-from .store import CodedExtent, Extent, HostStore, apart, copy_range, tensor_view
+from .store import Extent, HostStore, apart, copy_range, tensor_view
 
 
 logger = logging.get_logger(__name__)
@@ -104,10 +104,10 @@ class PackedStore(HostStore):
     def shared_nbytes(self) -> int:
         return self._memory.numel()
 
-    def extents(self, unit: int) -> Sequence[Extent | CodedExtent]:
+    def extents(self, unit: int) -> list[Extent]:
         return self._memory_extents(unit)
 
-    def whole_extents(self, unit: int) -> Sequence[Extent | CodedExtent]:
+    def whole_extents(self, unit: int) -> list[Extent]:
         copies_whole, self.copies_whole[unit] = self.copies_whole[unit], True
         try:
             self._lock_memory(extent.source for extent in self.extents(unit))

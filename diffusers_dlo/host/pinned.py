@@ -12,7 +12,7 @@ import torch
 
 from ..device.interface import Platform
 from ..offload_plan import OffloadPlan
-from .store import CodedExtent, Extent, HostStore, apart, copy_range, tensor_view
+from .store import Extent, HostStore, apart, copy_range, tensor_view
 
 
 _CHUNK_NBYTES = 256 << 20
@@ -48,7 +48,7 @@ class PinnedStore(HostStore):
     def shared_nbytes(self) -> int:
         return 0
 
-    def extents(self, unit: int) -> Sequence[Extent | CodedExtent]:
+    def extents(self, unit: int) -> list[Extent]:
         start, (low, high) = self._starts[unit], self.copied_bounds(unit)
         return [Extent(at - start, source) for at, source in self._pieces(start, start + high - low)]
 
@@ -81,8 +81,8 @@ class PinnedStore(HostStore):
 
     def write(self, unit: int, tensors: Sequence[torch.Tensor]) -> None:
         base, _ = self.copied_bounds(unit)
-        for offset, source, *_ in self.extents(unit):
-            copy_range(self.layouts[unit], tensors, base + offset, source)
+        for extent in self.extents(unit):
+            copy_range(self.layouts[unit], tensors, base + extent.offset, extent.source)
 
     def close(self) -> None:
         self._chunks = []

@@ -15,48 +15,32 @@ import torch
 from ..block_layout import BlockLayout, TensorLayout
 from ..casts import copy_bytes
 from ..coding.codec import Codec
-from ..coding.coded_file import CodedShard
+from ..coding.coded_block import CodedShard
 from ..offload_plan import OffloadPlan
 from ..tensor_utils import typed_view
 
 
-class Extent(NamedTuple):
-    """A run of bytes that is contiguous on the host: `source` goes to `offset` of what is fetched."""
+class CodedSource(NamedTuple):
+    """How a coded shard lies on the host: `pieces` are the parts that can be copied in one go, one after the other."""
 
-    offset: int
-    source: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """What it is of what is fetched."""
-        return self.source.numel()
-
-    @property
-    def coded(self) -> CodedExtent | None:
-        """It is copied as it is."""
-        return None
-
-
-class CodedExtent(NamedTuple):
-    """
-    As `Extent`, of a coded shard: `source` is decoded to `offset` of what is fetched. `pieces` are parts of `source`
-    that can be copied in one go, one after the other.
-    """
-
-    offset: int
-    source: torch.Tensor
     shard: CodedShard
     pieces: tuple[torch.Tensor, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """What it is of what is fetched."""
-        return self.shard.nbytes
+
+class Extent(NamedTuple):
+    """
+    A run of bytes that is contiguous on the host: `source` goes to `offset` of what is fetched, or what it is decoded
+    to, where it is a coded shard (`coded`).
+    """
+
+    offset: int
+    source: torch.Tensor
+    coded: CodedSource | None = None
 
     @property
-    def coded(self) -> CodedExtent:
-        """It has to be decoded."""
-        return self
+    def nbytes(self) -> int:
+        """Bytes of what is fetched."""
+        return self.source.numel() if self.coded is None else self.coded.shard.nbytes
 
 
 class HostStore(ABC):
@@ -78,17 +62,26 @@ class HostStore(ABC):
     @property
     @abstractmethod
     def kind(self) -> str:
-        """Its name: `"mapped"`, `"packed"`, `"pinned"`; joined by `+` where it is of several kinds."""
+        """Its name: `"coded"`, `"mapped"`, `"packed"`, `"pinned"`; joined by `+` where it is of several kinds."""
 
     @property
     def codec(self) -> Codec | None:
-        """What decodes its `CodedExtent`s, if it has any."""
+        """What decodes its coded extents, if it has any."""
         return None
 
     @property
     def scratch_nbytes(self) -> int:
         """Device bytes that decoding takes, beside the buffers that coded shards arrive in."""
         return 0
+
+    def check_coded(self) -> None:  # noqa: B027
+        """
+        Reads all that this rank copies of coded shards, and compares it with their check sums: once, before anything
+        is decoded.
+
+        Raises:
+            `RuntimeError`: a shard is damaged, with its block and file.
+        """
 
     @property
     def is_page_locked(self) -> bool:
@@ -123,7 +116,7 @@ class HostStore(ABC):
         """From now on this rank copies the whole of a unit, which it can read (`is_whole`)."""
         self.copies_whole[unit] = True
 
-    def whole_extents(self, unit: int) -> Sequence[Extent | CodedExtent]:
+    def whole_extents(self, unit: int) -> list[Extent]:
         """
         As `extents`, of the whole of a unit, whatever this rank copies of it otherwise. Page-locks it.
 
@@ -141,7 +134,7 @@ class HostStore(ABC):
         """
 
     @abstractmethod
-    def extents(self, unit: int) -> Sequence[Extent | CodedExtent]:
+    def extents(self, unit: int) -> list[Extent]:
         """What this rank copies to the device for a unit: of its shard, or of the whole where the plan says so."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ import zstandard
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
-from diffusers_dlo.coding.codec import ON_HOST, check_version, open_codec
+from diffusers_dlo.coding.codec import ON_HOST, check_version
 from diffusers_dlo.coding.zstd import ZstdCodec
 from diffusers_dlo.device.platform import AcceleratorPlatform, get_platform
 from tests.coding.images import EVERY_DTYPE, as_bytes, random_bits, runs, tensor_of, up, weights
@@ -251,7 +251,7 @@ def test_threads_share_it() -> None:
 
 def test_a_codec_by_name() -> None:
     platform = get_platform(torch.device("cpu"))
-    codec = open_codec(ON_HOST, platform)
+    codec = platform.open_codec(ON_HOST)
     assert isinstance(codec, ZstdCodec) and codec.name == "zstd" and codec.device == torch.device("cpu")
     assert codec.version == ".".join(map(str, zstandard.ZSTD_VERSION)) and codec.scratch_nbytes(1 << 30) == 0
     assert platform.codecs == ("zstd",)
@@ -262,14 +262,14 @@ def test_devices_without_the_codec(make: Callable[[torch.device], AcceleratorPla
     platform = make(torch.device("cpu"))
     assert "ans" not in platform.codecs
     with pytest.raises(RuntimeError, match="^'cpu' devices have no codec 'ans'.*pack --decode.*pack --codec zstd"):
-        open_codec("ans", platform)
-    assert isinstance(open_codec(ON_HOST, platform), ZstdCodec), "the host's codec works beside any device"
+        platform.open_codec("ans")
+    assert isinstance(platform.open_codec(ON_HOST), ZstdCodec), "the host's codec works beside any device"
 
 
 def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(RuntimeError, match=r"'zstd' needs the package 'zstandard'.*diffusers-dlo\[coded\]"):
-        open_codec(ON_HOST, get_platform(torch.device("cpu")))
+        get_platform(torch.device("cpu")).open_codec(ON_HOST)
 
 
 def test_versions_of_another_series() -> None:

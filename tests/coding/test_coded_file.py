@@ -17,12 +17,10 @@ from diffusers_dlo.checkpoint.container import Container, Entry
 from diffusers_dlo.checkpoint.mapped import FileRange
 from diffusers_dlo.checkpoint.safetensors_file import peek_header, read_metadata
 from diffusers_dlo.coding.check_sum import CheckSums, as_text
+from diffusers_dlo.coding.coded_block import CodedBlock, CodedShard, CodedTensor
 from diffusers_dlo.coding.coded_file import (
     DIGEST_KEY,
-    CodedBlock,
     CodedFile,
-    CodedShard,
-    CodedTensor,
     header_digest,
     is_shard_key,
     read_coded_file,

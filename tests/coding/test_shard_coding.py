@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from diffusers_dlo.block_layout import SMALL_NBYTES, BlockLayout
 from diffusers_dlo.coding.codec import Codec
+from diffusers_dlo.coding.coded_block import Segment
 from diffusers_dlo.coding.shard_coding import (
     CODED_DTYPES,
     Region,
-    Segment,
     check_segments,
     decode_shard,
     encode_shard,

@@ -22,7 +22,6 @@ from diffusers import DiffusionPipeline, FluxPipeline
 from torch import nn
 
 from diffusers_dlo import apply_distributed_layerwise_offload
-from diffusers_dlo.coding.codec import open_codec
 from diffusers_dlo.device.onload import default_device
 from diffusers_dlo.device.platform import get_platform
 from tests import toys
@@ -58,7 +57,7 @@ def the_device(rank: int, size: int, folder: Path) -> dict[str, Any]:
 def refusal_of(codec: str) -> str:
     """Why the device cannot decode with a codec."""
     try:
-        open_codec(codec, get_platform(default_device(None)))
+        get_platform(default_device(None)).open_codec(codec)
     except RuntimeError as error:
         return str(error)
     return ""
