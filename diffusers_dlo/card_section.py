@@ -150,12 +150,14 @@ def _coding(outline: Outline) -> list[str]:
     if not outline.coded:
         return []
     ranks = sorted({file.ranks for file in outline.coded.values()})
-    codecs = sorted({f"`{file.codec}`" for file in outline.coded.values()})
-    count = " and ".join(map(str, ranks))
+    codecs = sorted({file.codec for file in outline.coded.values()})
+    count = f"{' and '.join(map(str, ranks))} rank{'s' if ranks != [1] else ''}"
+    how = f" and for {count}; with another number, each copies whole blocks."
+    if codecs == [ON_HOST]:
+        how = "; accelerators do not decode it, so they are decoded into host memory when the offload is enabled."
     return [
         "",
-        f"The weights of its blocks are coded without loss, by {' and '.join(codecs)} and for {count} "
-        f"rank{'s' if ranks != [1] else ''}; with another number, each copies whole blocks.",
+        f"The weights of its blocks are coded without loss, by {' and '.join(f'`{codec}`' for codec in codecs)}{how}",
         'Other software does not load them, and the package needs its extra: `pip install "diffusers-dlo[coded]"`.',
     ]
 

@@ -4,17 +4,17 @@ Owns the part of the state machine that all kinds of transfer share: which block
 computes, and fetching. Must not decide what is fetched next, nor touch modules: it points tensors.
 
 [Note: Slot reuse]
-    Whoever first writes to a slot in a fetch (the copy; or the gather, where this rank's shard is staged or stays)
-    waits on its stream for one event: the slot's `free`, which the release of the block that last used it recorded on
-    whatever stream that block computed on. If nothing has used the slot since the fetch before (its block was skipped,
-    or this rank does a pass for others), it waits for that fetch's `ready` instead: the gather of a slower rank may
-    still read this rank's shard there. Computing waits for the slot's `ready`, recorded after the gather (after the
-    copy, where there is none). A staging buffer is written to once the slot that was last gathered from it is `ready`.
-    The host waits for none of them; where copies go through page-locked buffers, it waits for these ([Note: Pinned
-    ring]). No stream waits for what its own order ensures: the one that records `ready` has no need to wait for that,
-    computing not for a slot that it has used on the same stream, and gathers only once for a shard that stays. On
-    some devices a wait costs more than a gather. A block that stays whole has a slot of its own, which is fetched into
-    once.
+    Whoever first writes to a slot in a fetch (the copy; the decoding of a coded shard, [Note: Decoding]; or the
+    gather, where this rank's shard is staged or stays) waits on its stream for one event: the slot's `free`, which the
+    release of the block that last used it recorded on whatever stream that block computed on. If nothing has used the
+    slot since the fetch before (its block was skipped, or this rank does a pass for others), it waits for that fetch's
+    `ready` instead: the gather of a slower rank may still read this rank's shard there. Computing waits for the slot's
+    `ready`, recorded after the gather (after the copy or the last decoding, where there is none). A staging buffer is
+    written to once the slot that was last gathered from it is `ready`. The host waits for none of them; where copies
+    go through page-locked buffers, it waits for these ([Note: Pinned ring]). No stream waits for what its own order
+    ensures: the one that records `ready` has no need to wait for that, computing not for a slot that it has used on
+    the same stream, and gathers only once for a shard that stays. On some devices a wait costs more than a gather. A
+    block that stays whole has a slot of its own, which is fetched into once.
 
     Fetches go by running number, and one is issued only when the *next different* block has been acquired: by then the
     release before it is in stream order, and a block that is called twice in a row costs nothing. Where blocks are
@@ -40,7 +40,7 @@ from .device.interface import Event, Platform
 from .device.resident import Allocation
 from .device.ring import Ring, Slot, Stamp
 from .interrupts import interrupts
-from .transfers import Transfers
+from .transfers import Transfers, nothing
 from .units import Component, Counters, Unit
 
 
@@ -274,7 +274,7 @@ class Lane:
         if slot.stream == self.platform.current_stream:
             self.platform.compute_record(slot.free)
         else:  # a forward that was interrupted: whoever lets go has not computed in the slot, nor waited for it
-            self.platform.submit(slot.stream, _nothing, record=slot.free)
+            self.platform.submit(slot.stream, nothing, record=slot.free)
 
     # Fetching
 
@@ -353,7 +353,3 @@ class Lane:
         image = block.views_in(slot).image[: block.layout.nbytes].to("cpu", copy=True)
         self._record_use(slot)
         return image
-
-
-def _nothing() -> None:
-    """What is queued where only an event is to be recorded."""

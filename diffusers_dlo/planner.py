@@ -121,7 +121,6 @@ class _Planner:
         self, plan: OffloadPlan, machine: Machine, work: Work, num_slots: int | str, budget: int | str | None
     ) -> None:
         self._plan = as_streamed(plan)
-        self._given = plan
         self._machine = machine
         self._work = work
         self._num_slots = num_slots
@@ -134,7 +133,7 @@ class _Planner:
 
     def options(self, group_size: int) -> Iterator[Option]:
         """The ways to stream the plan with groups of this size."""
-        gathers = group_size > 1 and can_gather(self._given, group_size)
+        gathers = group_size > 1 and can_gather(self._plan, group_size)
         for transfer in ("all_gather", "local") if gathers else ("local",):
             plain = self._variant(transfer, group_size, 2 if self._num_slots == "auto" else int(self._num_slots))
             if self._budget is None or self._budget == 0:

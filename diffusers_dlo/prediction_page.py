@@ -56,7 +56,7 @@ def _render_files(outline: Outline, option: Option) -> str:
             f"files in all; {how}"
         )
         ranks = option.plan.group_size
-        if ranks not in (1, file.ranks):
+        if file.codec != ON_HOST and ranks not in (1, file.ranks):
             lines.append(
                 f"        {_ranks(ranks)} cannot share its shards, so each copies whole blocks; to have it for them: "
                 f"{file.repack_command(ranks)}"

@@ -124,6 +124,8 @@ class Transfers:
         if copies and copies[0].coded is not None:
             self._copy_decoded(unit, stream, copies, after, record)
             return
+        if self._decoder is not None:
+            after = (*after, self._decoder.latest)
         pinned = self._ring_for(unit)
         if pinned is not None and copies:
             self._copy_through(pinned, unit, stream, copies, after, record, realigned)
@@ -133,8 +135,6 @@ class Transfers:
             _queue_copies(copies)
             realign(realigned)
 
-        if self._decoder is not None:
-            after = (*after, self._decoder.latest)
         self.submit(COPY, unit, stream, work, after=after, record=record)
 
     def _copy_through(
@@ -174,7 +174,7 @@ class Transfers:
             waits = (taken.arrived, *after) if part == 0 else (taken.arrived,)
             with self._timed(DECODE, unit, part) as timed:
                 self.platform.submit(decoder.stream, taken.decode, after=waits, record=taken.free, timed=timed)
-        self.platform.submit(decoder.stream, _nothing, record=record)
+        self.platform.submit(decoder.stream, nothing, record=record)
 
     def copy_now(self, unit: Unit, copies: Copies) -> None:
         """Queues `copies`, of host memory of a leaf, on the current stream."""
@@ -223,7 +223,7 @@ class Transfers:
             timing.begin(unit)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """What is queued where only an event is to be recorded."""
 
 

@@ -42,6 +42,10 @@ BUDGETS = {
     "`local`": (1, 1, 1, 1, 1, 0),
     # And gathered, behind its own copy.
     "`all_gather`": (2, 2, 2, 1, 1, 0),
+    # A coded shard is copied, behind what was decoded from its buffer, and decoded, behind that copy and the slot. The
+    # event of the fetch follows by itself, as the buffer has one of its own.
+    "`local`, one coded shard": (3, 3, 3, 1, 1, 0),
+    "`all_gather`, coded": (4, 4, 4, 1, 1, 0),
     # Its gather waits for the slot, and the copy before it for what was gathered from its staging buffer.
     "`all_gather`, staged": (2, 3, 2, 1, 1, 0),
     "`all_gather`, its shard stays": (1, 1, 1, 1, 1, 0),
@@ -49,6 +53,7 @@ BUDGETS = {
     "it stays whole": (0, 0, 0, 0, 1, 0),
     # What nothing computes with is overwritten behind its own gather.
     "a pass for others": (2, 2, 2, 0, 0, 0),
+    "a pass for others, coded": (4, 4, 4, 0, 0, 0),
     "a pass for others, staged": (2, 2, 2, 0, 0, 0),
     "a pass for others, its shard stays": (1, 0, 1, 0, 0, 0),
     "a leaf": (0, 0, 0, 0, 1, 1),
@@ -156,6 +161,12 @@ SCENARIOS = {
     "local, some stay": (Kind("local", 1, (0.5,), 2), {"`local`": 3, "it stays whole": 4}, {}),
     "all_gather": (Kind("all_gather", 2, (0,), 2), {IN_PLACE: 7}, {FOR_OTHERS: 7}),
     "all_gather, three slots": (Kind("all_gather", 3, (0,), 3), {IN_PLACE: 7}, {FOR_OTHERS: 7}),
+    "local, coded": (Kind("local", 1, (0,), 2, coded="all"), {"`local`, one coded shard": 7}, {}),
+    "all_gather, coded": (
+        Kind("all_gather", 2, (0,), 2, in_place=True, coded="all"),
+        {"`all_gather`, coded": 7},
+        {f"{FOR_OTHERS}, coded": 7},
+    ),
     "all_gather, half stays": (
         Kind("all_gather", 2, (0.5,), 3),
         {IN_PLACE: 4, STAYS: 3},

@@ -210,10 +210,15 @@ def test_computing_that_sets_the_time_gains_nothing(coded: Path, capsys: pytest.
 def test_what_only_the_host_decodes_streams_from_memory(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     hollow_coded(tmp_path / "model", codec="zstd")
     out, values = plan_of(capsys, tmp_path / "model", "--ranks", 4, "--tokens", FEW)
-    (option,) = values["options"]
-    assert option["transfer"] == "local" and option["device_memory"]["decoding"] == 0
-    assert option["forwards"]["model"]["h2d_bytes"] == plain_plan().streamed_nbytes
-    assert option["host_weights_bytes"] >= plain_plan().streamed_nbytes
+    gathered, local = values["options"]
+    assert (gathered["transfer"], local["transfer"]) == ("all_gather", "local"), "shards are cut for any group"
+    for option, shares in ((gathered, 4), (local, 1)):
+        assert option["device_memory"]["decoding"] == 0
+        assert option["forwards"]["model"]["h2d_bytes"] == plain_plan().streamed_nbytes // shares
+        assert option["host_weights_bytes"] >= plain_plan().streamed_nbytes
+    assert "cannot share its shards" not in out
+    assert main(["card", str(tmp_path / "model"), "--dry-run"]) == 0
+    assert "by `zstd`; accelerators do not decode it, so they are decoded into host memory" in capsys.readouterr().out
     assert "as no device decodes it, blocks are decoded into shared memory (packed)" in out
     assert values["coding"] is None and "(packed)" in out.partition("host:")[2].splitlines()[0]
 

@@ -7,12 +7,13 @@ which block comes next, nor whose memory it fills.
     A coded shard is copied to one of two buffers, and decoded from there by another stream, straight into its place:
     in a slot, a staging buffer, or where it stays. Only decoding waits for that place to be free; the copy waits for
     the decoding that read its buffer last. So copies run ahead of decoding, and the link is busy while a device
-    decodes. Whoever is to come behind the fetch comes behind its last decoding. The host waits for none of this, and
-    nothing is allocated: buffers and scratch memory are there from the start, and shards are decoded one at a time.
+    decodes. What [Note: Slot reuse] says of copies holds of decodings: whoever is to come behind the fetch comes
+    behind its last one. The host waits for none of this, and nothing is allocated: buffers and scratch memory are
+    there from the start, and shards are decoded one at a time.
 
     Where a model has blocks that are not coded beside coded ones, both go to the same slots, by two streams. A copy
-    that needs no decoding then waits for the latest decoding; a decoding waits for its own copy, which earlier copies
-    come before. Each lane has a decoder of its own.
+    that needs no decoding, also one through page-locked buffers, then waits for the latest decoding; a decoding waits
+    for its own copy, which earlier copies come before. Each lane has a decoder of its own.
 """
 
 from __future__ import annotations

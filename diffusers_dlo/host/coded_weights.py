@@ -36,15 +36,8 @@ def find_coded(selection: Selection, platform: Platform) -> CodedWeights | None:
     The coded weights among the components that stream; None if there are none.
 
     Raises:
-        `RuntimeError`: a file has changed since its model was loaded, there is no codec for it here, or it belongs to
-            a component that does not stream.
+        `RuntimeError`: a file has changed since its model was loaded, or there is no codec for it here.
     """
-    for name, module in selection.placed.items():
-        if coded_file_of(module) is not None:
-            raise RuntimeError(
-                f"'{name}' was loaded from a coded checkpoint, so it can only stream, and it is not among what does. "
-                "Name it in 'components', or decode the checkpoint with `diffusers-dlo pack --decode`."
-            )
     found = {name: coded_file_of(module) for name, module in selection.streamed.items()}
     files = {name: file for name, file in found.items() if file is not None}
     return CodedWeights(files, platform) if files else None
@@ -88,23 +81,27 @@ class CodedWeights:
 
     def fit(self, config: DistributedLayerwiseOffloadConfig, group_size: int) -> DistributedLayerwiseOffloadConfig:
         """
-        The options with `transfer="auto"` decided where shards are cut for another number of ranks: whoever copies
-        whole blocks can use any.
+        The options with `transfer="auto"` decided where coded shards would stream, and are cut for another number of
+        ranks: whoever copies whole blocks can use any. What is decoded into memory is cut as the group wants.
 
         Raises:
-            `ValueError`: they ask for `all_gather`, with the command that packs for this group.
+            `ValueError`: they ask for `all_gather` of such shards, with what serves this group.
         """
         other = next((file for file in self._files.values() if file.ranks != group_size), None)
-        if other is None or config.transfer_for(group_size) == "local":
+        if other is None or not self._streams_coded(config.host) or config.transfer_for(group_size) == "local":
             return config
         why = f"'{other.path}' was packed for groups of {other.ranks}, and this one has {group_size} ranks"
         if config.transfer == "auto":
             logger.info(f"local is taken: {why}")
             return replace(config, transfer="local")
         raise ValueError(
-            f'\'transfer\' is "all_gather", and {why}. Use transfer="local", or pack it anew: '
-            f"{other.repack_command(group_size)}"
+            f'\'transfer\' is "all_gather", and {why}. Use transfer="local", or host="packed", which decodes the '
+            f"weights into memory, or pack them anew: {other.repack_command(group_size)}"
         )
+
+    def _streams_coded(self, kind: str) -> bool:
+        """Whether coded shards stream as they lie there, for a `host` option."""
+        return kind == "coded" or (kind == "auto" and self._decodes_in_place)
 
     def check_streams(self, resident: Mapping[str, Sequence[OwnedTensor]]) -> None:
         """
@@ -173,18 +170,20 @@ class CodedWeights:
                 'host="mapped" has weights stream from their files as they lie there, and these are coded. Use '
                 'host="auto".'
             )
-        packed, pinned = replace(plan, host="packed"), replace(plan, host="pinned")
+        if kind == "coded" and not self._decodes_in_place:
+            raise RuntimeError(
+                f"host=\"coded\" needs a device that decodes '{self.codec.name}', and this one does not. Use "
+                'host="auto", which decodes the weights into memory.'
+            )
         if kind in ("packed", "pinned"):
-            return [packed if kind == "packed" else pinned]
-        if kind == "coded" or self._decodes_in_place:
-            if not self._decodes_in_place:
-                raise RuntimeError(
-                    f"host=\"coded\" needs a device that decodes '{self.codec.name}', and this one does not. Use "
-                    'host="auto", which decodes the weights into memory.'
-                )
-            return [coded] if kind == "coded" else [coded, packed, pinned]
+            return [replace(plan, host=kind)]
+        if kind == "coded":
+            return [coded]
+        in_memory = [replace(plan, host="packed"), replace(plan, host="pinned")]
+        if self._streams_coded(kind):
+            return [coded, *in_memory]
         logger.info(f"Blocks are decoded into memory once: this device does not decode '{self.codec.name}'")
-        return [packed, pinned]
+        return in_memory
 
     def values(self, component: str, unit: BlockLayout) -> list[torch.Tensor]:
         """
