@@ -1,7 +1,8 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
 Distributed Layerwise Offload for Hugging Face diffusers: models far larger than the accelerator, exact, on one or
-several ranks. Importing this package adds `enable_distributed_layerwise_offload` to every pipeline and model.
+several ranks. Importing this package adds `enable_distributed_layerwise_offload` to every pipeline and model, and
+has diffusers know coded checkpoints.
 """
 
 # ruff: noqa: E402

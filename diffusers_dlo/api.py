@@ -35,12 +35,12 @@ from .host.cache import WeightCache
 from .host.choice import create_store
 from .host.coded_weights import CodedWeights, find_coded
 from .host.offer import files_digest, offer_mapped, rank_plans, usable_ranges
-from .host.store import HostStore
 from .interrupts import interrupts
 from .offload_plan import OffloadPlan, build_plan, find_all, transfers_of
 from .process_engine import get_engine, pausing
 from .resident_memory import ResidentMemory
 from .selection import select
+from .store_filling import fill_store
 from .tensor_utils import Move, OwnedTensor, move_tensors, owned_tensors, put_back
 from .transfer_choice import choose_transfer
 from .validation import refuse_changed_before_cast, refuse_enabled, validate_module, validate_placed
@@ -282,7 +282,7 @@ def _commit(prepared: _Prepared, platform: Platform, group: OffloadGroup) -> Off
             for part, component in zip(parts, store.plan.components):
                 part.attach_to_engine(component, store, config)
             move_tensors(_resident(parts, selection.placed), platform.device, moved, aligned=True)
-        _fill_store(parts, store, group, prepared.coded)
+        fill_store(parts, store, group, prepared.coded)
         components = [part.component for part in parts]
         plan, timing = choose_transfer(store.plan, components, engine, config)
         residents = ResidentMemory(engine, plan, config)
@@ -312,32 +312,3 @@ def _resident(parts: Sequence[Attachment], placed: Mapping[str, nn.Module]) -> l
     return [owned for part in parts for owned in part.resident] + [
         owned for module in placed.values() for owned in owned_tensors(module)
     ]
-
-
-def _fill_store(
-    parts: Sequence[Attachment], store: HostStore, group: OffloadGroup, coded: CodedWeights | None
-) -> None:
-    """
-    Fills the store, unit by unit, with what is in no file. A unit's originals are let go once all ranks have written
-    it, where the store could give the whole of it back: the peak is one copy of the model and not two.
-    """
-    units = [(part, unit) for part in parts for unit in part.component.units if store.writes(unit.key)]
-    if not units:
-        return
-    with logging.tqdm(
-        total=sum(unit.layout.nbytes - unit.layout.memory_offset for _, unit in units),
-        desc=f"Storing weights ({store.kind})",
-        unit="B",
-        unit_scale=True,
-        disable=None if group.rank == 0 else True,
-        leave=False,
-    ) as bar:
-        for part, unit in units:
-            with group.agreement("enable: store"):
-                values = [tensor.original for tensor in unit.tensors]
-                if coded is not None and any(value.is_meta for value in values):
-                    values = coded.values(part.component.plan.name, unit.layout)
-                store.write(unit.key, values)
-            if store.is_whole(unit.key):
-                part.drop_originals(unit)
-            bar.update(unit.layout.nbytes - unit.layout.memory_offset)

@@ -23,7 +23,7 @@ from .coding.coded_file import CodedFile, read_coded_file
 from .coding.loading import release
 from .coding.packing import write_coded
 from .coding.shard_coding import CODED_DTYPES
-from .coding.unpacking import Decoder, check_file
+from .coding.unpacking import FileDecoder, check_file
 from .config import DistributedLayerwiseOffloadConfig
 from .device.onload import default_device
 from .device.platform import get_platform
@@ -154,7 +154,7 @@ def decode_checkpoint(model: str, out: str) -> list[str]:
     if not names:
         raise ValueError(f"'{source}' has nothing that is coded: it loads as it is.")
     files = {name: _find_coded(os.path.join(source, name)) for name in names}
-    decoders = {name: Decoder(coded, _open_codec(coded.codec)) for name, coded in files.items()}
+    decoders = {name: FileDecoder(coded, _open_codec(coded.codec)) for name, coded in files.items()}
     for name, coded in files.items():
         check_file(coded, f"Checking {name or os.path.basename(source)}")
     modules = _load_coded(source, names)
@@ -195,7 +195,7 @@ def _load_coded(source: str, names: list[str]) -> dict[str, nn.Module]:
     return modules
 
 
-def _decoding(coded: CodedFile, decoder: Decoder) -> Callable[[Container, int, Callable[[int], object]], None]:
+def _decoding(coded: CodedFile, decoder: FileDecoder) -> Callable[[Container, int, Callable[[int], object]], None]:
     """Writes the weights of coded blocks to their places in a container."""
 
     def write(container: Container, fd: int, done: Callable[[int], object]) -> None:

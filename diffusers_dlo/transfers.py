@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +25,18 @@ from .units import Unit
 
 Realigned = tuple[list[torch.Tensor], list[torch.Tensor]]
 """(targets, sources) of what is copied inside an image once it has arrived."""
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """What `Transfers.copy` is asked for."""
+
+    unit: Unit
+    stream: Stream
+    copies: Copies
+    after: tuple[Event, ...]
+    record: Event
+    realigned: Realigned
 
 
 class Transfers:
@@ -121,60 +134,50 @@ class Transfers:
         """
         Queues `copies`, of a block's host memory, behind the events `after`; then its realignments, and then `record`.
         """
+        arrival = _Arrival(unit, stream, copies, tuple(after), record, realigned)
         if copies and copies[0].coded is not None:
-            self._copy_decoded(unit, stream, copies, after, record)
+            self._copy_decoded(arrival)
             return
         if self._decoder is not None:
-            after = (*after, self._decoder.latest)
+            arrival = replace(arrival, after=(*after, self._decoder.latest))
         pinned = self._ring_for(unit)
         if pinned is not None and copies:
-            self._copy_through(pinned, unit, stream, copies, after, record, realigned)
-            return
+            self._copy_through(pinned, arrival)
+        else:
+            self._copy_straight(arrival)
+
+    def _copy_straight(self, arrival: _Arrival) -> None:
+        """As `copy`, from memory that the device reads."""
 
         def work() -> None:
-            _queue_copies(copies)
-            realign(realigned)
+            _queue_copies(arrival.copies)
+            realign(arrival.realigned)
 
-        self.submit(COPY, unit, stream, work, after=after, record=record)
+        self.submit(COPY, arrival.unit, arrival.stream, work, after=arrival.after, record=arrival.record)
 
-    def _copy_through(
-        self,
-        pinned: PinnedRing,
-        unit: Unit,
-        stream: Stream,
-        copies: Copies,
-        after: Sequence[Event],
-        record: Event,
-        realigned: Realigned,
-    ) -> None:
+    def _copy_through(self, pinned: PinnedRing, arrival: _Arrival) -> None:
         """As `copy`, piece by piece: the first is behind `after`, and what is behind the last one records `record`."""
-        with self._timed(COPY, unit) as span:
+        submit, stream, after = self.platform.submit, arrival.stream, arrival.after
+        with self._timed(COPY, arrival.unit) as span:
             timed = (span[0], self._between) if span is not None else None
-            for piece in pinned.pieces(copies, self.wait_on_host):
-                self.platform.submit(stream, piece.queue, after=after, record=piece.copied, timed=timed)
+            for piece in pinned.pieces(arrival.copies, self.wait_on_host):
+                submit(stream, piece.queue, after=after, record=piece.copied, timed=timed)
                 after, timed = (), None
             timed = (self._between, span[1]) if span is not None else None
-            self.platform.submit(stream, lambda: realign(realigned), after=after, record=record, timed=timed)
+            submit(stream, lambda: realign(arrival.realigned), after=after, record=arrival.record, timed=timed)
 
-    def _copy_decoded(
-        self,
-        unit: Unit,
-        stream: Stream,
-        copies: Copies,
-        after: Sequence[Event],
-        record: Event,
-    ) -> None:
+    def _copy_decoded(self, arrival: _Arrival) -> None:
         """As `copy`, of coded shards, which need no realigning ([Note: Decoding]); the last decoding is behind all."""
-        decoder = self._decoder
+        decoder, submit, after = self._decoder, self.platform.submit, arrival.after
         assert decoder is not None
-        for part, copy in enumerate(copies):
+        for part, copy in enumerate(arrival.copies):
             taken = decoder.take(copy)
-            with self._timed(COPY, unit, part) as timed:
-                self.platform.submit(stream, taken.copy, after=(taken.free,), record=taken.arrived, timed=timed)
-            waits = (taken.arrived, *after) if part == 0 else (taken.arrived,)
-            with self._timed(DECODE, unit, part) as timed:
-                self.platform.submit(decoder.stream, taken.decode, after=waits, record=taken.free, timed=timed)
-        self.platform.submit(decoder.stream, nothing, record=record)
+            with self._timed(COPY, arrival.unit, part) as timed:
+                submit(arrival.stream, taken.copy, after=(taken.free,), record=taken.arrived, timed=timed)
+            with self._timed(DECODE, arrival.unit, part) as timed:
+                submit(decoder.stream, taken.decode, after=(taken.arrived, *after), record=taken.free, timed=timed)
+            after = ()
+        submit(decoder.stream, nothing, record=arrival.record)
 
     def copy_now(self, unit: Unit, copies: Copies) -> None:
         """Queues `copies`, of host memory of a leaf, on the current stream."""

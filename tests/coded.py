@@ -20,7 +20,7 @@ from diffusers_dlo.checkpoint.mapped import FileRange
 from diffusers_dlo.coding.check_sum import CheckSums, as_text
 from diffusers_dlo.coding.coded_block import CodedBlock, CodedShard, CodedTensor, Segment
 from diffusers_dlo.coding.coded_file import CodedFile, read_coded_file, shard_key
-from diffusers_dlo.coding.loading import CodedQuantizer
+from diffusers_dlo.coding.loading import mark, take_values
 from diffusers_dlo.coding.packing import metadata_of, write_header
 from diffusers_dlo.coding.shard_coding import shard_bounds
 from diffusers_dlo.coding.zstd import ZstdCodec
@@ -37,10 +37,9 @@ def code_as_it_is(
     if not os.path.exists(path):
         _write(model, str(path), ranks, chooses)
     coded = read_coded_file(str(path))
-    quantizer = object.__new__(CodedQuantizer)
-    quantizer._coded = coded
-    quantizer._process_model_before_weight_loading(model)
-    quantizer._process_model_after_weight_loading(model)
+    assert coded is not None
+    take_values(model, coded)
+    mark(model, coded)
 
 
 def _write(model: nn.Module, path: str, ranks: int, chooses: Callable[[int], bool]) -> None:

@@ -911,7 +911,7 @@ def test_a_private_view_is_this_process_own(checkpoints: Path) -> None:
     view.fill_(7)
     assert torch.equal(stores[1].view(0, 0), value) and torch.equal(tensors_of(model)[place.name], value)
     run = stores[0].layouts[0].runs[0]
-    ((_, source),) = stores[0].extents(0)
+    ((_, source, _),) = stores[0].extents(0)
     position = place.file.offset - run.file_offset
     assert torch.equal(source[position : position + place.nbytes], memory_bytes(value))
     del source

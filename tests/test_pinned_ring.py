@@ -32,6 +32,7 @@ from diffusers_dlo.block_discovery import Selection
 from diffusers_dlo.device import pinned_ring
 from diffusers_dlo.device.interface import Platform
 from diffusers_dlo.device.pinned_ring import BUFFERS, PinnedRing
+from diffusers_dlo.device.ring import Copy
 from diffusers_dlo.distributed.control import RankLost
 from diffusers_dlo.host.offer import Offer, rank_plans
 from tests import toys
@@ -131,7 +132,7 @@ def test_the_host_copies_with_several_threads(monkeypatch: pytest.MonkeyPatch) -
     assert sum(isinstance(thread, DummyProcess) for thread in threading.enumerate()) == 3, "from the start"
     source = torch.randint(0, 256, (4 * CHUNK + 7,), dtype=torch.uint8)
     target = torch.zeros_like(source)
-    for piece in ring.pieces(((target, source),), lambda event: None):
+    for piece in ring.pieces((Copy(target, source),), lambda event: None):
         piece.queue()
     assert torch.equal(target, source)
     ring.close()
@@ -144,7 +145,7 @@ def _copies_to_the_end(rank: int, size: int) -> None:
     source = torch.randint(0, 256, (4 * CHUNK + 7,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     concurrent.futures.thread._python_exit()  # the interpreter does, before the exit handlers in which ranks serve
-    for piece in ring.pieces(((target, source),), lambda event: None):
+    for piece in ring.pieces((Copy(target, source),), lambda event: None):
         piece.queue()
     assert torch.equal(target, source)
     ring.close()
@@ -205,7 +206,7 @@ def test_pieces_are_all_of_the_copies_in_order(chunk: int, monkeypatch: pytest.M
     monkeypatch.setattr(pinned_ring, "MOST_NBYTES", chunk)
     sizes = [1, 7, 13, 1000] if chunk < 1000 else [1, 999, 1000, 1001, 5000]
     sources = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-    copies = tuple((torch.zeros_like(source), source) for source in sources)
+    copies = tuple(Copy(torch.zeros_like(source), source) for source in sources)
     platform = Unregistering(CPU)
     ring = PinnedRing(platform, max(sizes))
     assert ring.nbytes == BUFFERS * min(chunk, max(sizes)) == platform.pinned_nbytes
@@ -217,7 +218,7 @@ def test_pieces_are_all_of_the_copies_in_order(chunk: int, monkeypatch: pytest.M
         piece.queue()
     assert len(marks) == sum(-(-size // chunk) for size in sizes)
     assert all(a is b for a, b in zip(marks, marks[BUFFERS:])) and len(set(marks)) == min(BUFFERS, len(marks))
-    assert all(torch.equal(target, source) for target, source in copies)
+    assert all(torch.equal(copy.target, copy.source) for copy in copies)
     ring.close()
     del piece
     assert platform.pinned_nbytes == 0
@@ -235,7 +236,7 @@ def test_a_buffer_is_kept_until_it_has_been_copied() -> None:
     platform = Unregistering(CPU, copy_seconds=0.2)
     stream, target = platform.new_stream(), torch.zeros(100, dtype=torch.uint8)
     ring = PinnedRing(platform, 100)
-    for piece in ring.pieces(((target, torch.ones(100, dtype=torch.uint8)),), platform.wait_on_host):
+    for piece in ring.pieces((Copy(target, torch.ones(100, dtype=torch.uint8)),), platform.wait_on_host):
         platform.submit(stream, piece.queue, record=piece.copied)
     assert not target.any() and not platform.is_done(piece.copied)
     ring.close()

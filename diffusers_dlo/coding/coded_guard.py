@@ -58,6 +58,10 @@ class CodedGuard:
         module (`nn.Module`): the module.
         label (`str`): what to call it.
         refusals (`Sequence[_Refusal]`): what is to stand in for methods of it.
+
+    Attributes:
+        is_over (`bool`): whether it was taken off. Others may have put themselves before it meanwhile, and call it
+            still (`Shadows`): it then gives way.
     """
 
     def __init__(self, module: nn.Module, label: str, refusals: Sequence[_Refusal]) -> None:

@@ -108,16 +108,13 @@ class CodedQuantizer(DiffusersQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
         assert self._coded is not None
-        for block in self._coded.blocks.values():
-            for tensor in block.tensors:
-                _put_meta(model, tensor, self._coded.path)
+        take_values(model, self._coded)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         assert self._coded is not None
         for name in _OF_DIFFUSERS:
             vars(model).pop(name, None)  # diffusers would refuse casts by them, and name no way out
-        object.__setattr__(model, _MARK, self._coded)
-        guard_coded(model, self._coded.tensor_names)
+        mark(model, self._coded)
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
         """Refuses a file that lacks weights: the model would be left without values for them."""
@@ -133,6 +130,24 @@ class CodedQuantizer(DiffusersQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def take_values(model: nn.Module, coded: CodedFile) -> None:
+    """
+    Puts tensors without values in all the places of those that are coded.
+
+    Raises:
+        `RuntimeError`: the model has no such place.
+    """
+    for block in coded.blocks.values():
+        for tensor in block.tensors:
+            _put_meta(model, tensor, coded.path)
+
+
+def mark(model: nn.Module, coded: CodedFile) -> None:
+    """Marks a model as loaded from a coded file, and guards it."""
+    object.__setattr__(model, _MARK, coded)
+    guard_coded(model, coded.tensor_names)
 
 
 def _put_meta(model: nn.Module, tensor: CodedTensor, path: str) -> None:

@@ -32,7 +32,7 @@ from .check_sum import CheckSums, as_text
 from .codec import Codec
 from .coded_block import CodedBlock, CodedShard, CodedTensor, Segment
 from .coded_file import DIGEST_KEY, METADATA_KEY, CodedFile, header_digest, shard_key
-from .shard_coding import CODED_DTYPES, Region, check_segments, encode_shard, regions_of, shard_bounds
+from .shard_coding import CODED_DTYPES, Region, check_segments, cut_regions, encode_shard, regions_of, shard_bounds
 
 
 _NO_DIGEST = "0" * 64
@@ -104,11 +104,6 @@ class _Candidate:
     tensors: tuple[CodedTensor, ...]
     regions: list[Region]
 
-    def regions_in(self, bounds: tuple[int, int]) -> list[Region]:
-        """The parts of regions that lie in a shard: one for each of its segments."""
-        cut = [Region(max(r.start, bounds[0]), min(r.stop, bounds[1]), r.dtype) for r in self.regions]
-        return [region for region in cut if region.start < region.stop]
-
     def image(self, bounds: tuple[int, int]) -> torch.Tensor:
         """Bytes `bounds` of the image, zeros between its tensors."""
         image = torch.zeros(bounds[1] - bounds[0], dtype=torch.uint8)
@@ -129,7 +124,7 @@ class _Candidate:
             start, stop = bounds = shard_bounds(self.layout.nbytes, ranks, shard)
             segments = tuple(
                 Segment(first - start, last - first, first - start, last - first)
-                for first, last, _ in self.regions_in(bounds)
+                for first, last, _ in cut_regions(self.regions, bounds)
             )
             place = FileRange("", start, stop - start)
             shards.append(CodedShard(self.layout.name, start, stop - start, place, _NO_SUM, segments))
@@ -195,26 +190,27 @@ class _Coder:
         begin, shards, sizes, nbytes = self.end, [], dict(self.sizes), block.layout.nbytes
         for shard in range(self._ranks):
             bounds = shard_bounds(nbytes, self._ranks, shard)
-            coded, check_sum, segments = self._code(block, bounds)
+            coded, check_sum, found = self._code(block, bounds)
+            segments = tuple(segment for segment, _ in found)
             place = FileRange(self._path, self.end, coded.numel())
             shards.append(CodedShard(block.layout.name, bounds[0], bounds[1] - bounds[0], place, check_sum, segments))
             write_bytes(self._fd, coded.numpy().data, self.end)
             self.end += coded.numel()
-            for segment, region in zip(segments, block.regions_in(bounds)):
-                before, after = sizes.get(region.dtype, (0, 0))
-                sizes[region.dtype] = before + segment.nbytes, after + segment.coded_nbytes
+            for segment, dtype in found:
+                before, after = sizes.get(dtype, (0, 0))
+                sizes[dtype] = before + segment.nbytes, after + segment.coded_nbytes
             self._done(min(bounds[1], nbytes) - min(bounds[0], nbytes))
         if any(segment.is_coded for shard in shards for segment in shard.segments):
             self.blocks[block.layout.name], self.sizes = block.coded(shards), sizes
         else:
             self.end = begin
 
-    def _code(self, block: _Candidate, bounds: tuple[int, int]) -> tuple[torch.Tensor, str, tuple[Segment, ...]]:
-        """One shard, coded, on the host; its check sum and segments. It was decoded again."""
+    def _code(self, block: _Candidate, bounds: tuple[int, int]) -> tuple[torch.Tensor, str, list[tuple[Segment, str]]]:
+        """One shard, coded, on the host; its check sum, and its segments with their dtypes. It was decoded again."""
         codec, nbytes = self._codec, bounds[1] - bounds[0]
         data = block.image(bounds).to(codec.device)
         coded, found = encode_shard(data, bounds, block.regions, codec)
-        segments = tuple(segment for segment, _ in found)
+        segments = [segment for segment, _ in found]
         on_host = coded.to("cpu")
         check_segments(on_host, segments, nbytes, codec)
         if not torch.equal(decoded(coded, segments, nbytes, codec), data):
@@ -222,7 +218,7 @@ class _Coder:
                 f"Bytes {bounds[0]} to {bounds[1]} of block '{block.layout.name}' do not decode to what they were "
                 f"with '{codec.name}' {codec.version}; nothing was written. Pack with another --codec, or without."
             )
-        return on_host, as_text(self._sums.queue(coded)), segments
+        return on_host, as_text(self._sums.queue(coded)), found
 
 
 def _runs(coded: CodedFile) -> list[tuple[str, int]]:

@@ -57,6 +57,12 @@ def regions_of(layout: BlockLayout) -> list[Region]:
     return regions
 
 
+def cut_regions(regions: Sequence[Region], bounds: tuple[int, int]) -> list[Region]:
+    """The parts of regions that lie in a shard: one for each of its segments."""
+    cut = [Region(max(r.start, bounds[0]), min(r.stop, bounds[1]), r.dtype) for r in regions]
+    return [region for region in cut if region.start < region.stop]
+
+
 def _kind(dtype: str) -> str:
     return dtype if dtype in CODED_DTYPES else ""
 
@@ -76,15 +82,12 @@ def encode_shard(
         The coded bytes, on that device, and the segments with the dtype of each.
     """
     parts, segments, end = [], [], 0
-    for region in regions:
-        start, stop = max(region.start, bounds[0]), min(region.stop, bounds[1])
-        if start >= stop:
-            continue
+    for start, stop, dtype in cut_regions(regions, bounds):
         part = data[start - bounds[0] : stop - bounds[0]]
-        if region.dtype in CODED_DTYPES:
+        if dtype in CODED_DTYPES:
             coded = codec.encode(part)
             part = coded if coded.numel() <= _WORTH * part.numel() else part
-        segments.append((Segment(start - bounds[0], stop - start, end, part.numel()), region.dtype))
+        segments.append((Segment(start - bounds[0], stop - start, end, part.numel()), dtype))
         parts.append(part)
         end += part.numel()
     return torch.cat(parts) if parts else data.new_empty(0), segments

@@ -42,7 +42,7 @@ def check_file(coded: CodedFile, title: str) -> None:
         raise damaged(coded.path, f"its content is not what was written (SHA-256 {found}, and not {coded.content})")
 
 
-class Decoder:
+class FileDecoder:
     """
     Decodes the blocks of a coded file into memory of the host, one at a time.
 

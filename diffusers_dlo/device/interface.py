@@ -1,7 +1,7 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
-Owns what the package asks of a device: streams, events, memory and page-locking, and how a host without streams
-answers. Must not know of a vendor (`platform.py` does), nor of blocks or passes.
+Owns what the package asks of a device: streams, events, memory, page-locking and codecs, and how a host without
+streams answers. Must not know of a vendor (`platform.py` does), nor of blocks or passes.
 """
 
 from __future__ import annotations

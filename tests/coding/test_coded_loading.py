@@ -15,7 +15,7 @@ from torch import nn
 from diffusers_dlo import apply_distributed_layerwise_offload, load_mapped_checkpoint, mapped_loading
 from diffusers_dlo.coding.coded_file import METHOD
 from diffusers_dlo.coding.loading import coded_file_of, release
-from diffusers_dlo.coding.unpacking import Decoder
+from diffusers_dlo.coding.unpacking import FileDecoder
 from diffusers_dlo.coding.zstd import ZstdCodec
 from diffusers_dlo.pack import pack_checkpoint
 from diffusers_dlo.validation import validate_module, validate_placed
@@ -146,7 +146,7 @@ def test_an_ordinary_model_once_released(folder: Path, tmp_path: Path) -> None:
     assert coded_file_of(model) is None and coded_file_of(original) is not None
     with pytest.raises(RuntimeError, match="cannot compute yet"):
         original(**checkpoints.wan_inputs())
-    decoder, places = Decoder(coded, ZstdCodec()), dict(model.named_parameters())
+    decoder, places = FileDecoder(coded, ZstdCodec()), dict(model.named_parameters())
     for block in coded.blocks.values():
         for names, data in decoder.tensors(block):
             meta = places[names[0]]

@@ -22,10 +22,11 @@ from diffusers_dlo.checkpoint.container import chunk_digests, content_digest
 from diffusers_dlo.checkpoint.safetensors_file import peek_header
 from diffusers_dlo.cli import main
 from diffusers_dlo.coding.check_sum import CheckSums, as_text
+from diffusers_dlo.coding.coded_block import CodedShard
 from diffusers_dlo.coding.coded_file import CodedFile, is_shard_key, read_coded_file, shard_key
 from diffusers_dlo.coding.loading import coded_file_of, release
 from diffusers_dlo.coding.packing import write_coded
-from diffusers_dlo.coding.unpacking import Decoder
+from diffusers_dlo.coding.unpacking import FileDecoder
 from diffusers_dlo.coding.zstd import ZstdCodec
 from diffusers_dlo.pack import decode_checkpoint, pack_checkpoint
 from diffusers_dlo.packed_directory import mark_coded
@@ -100,7 +101,7 @@ def test_odd_models_come_back(tmp_path: Path) -> None:
     assert block.codes.dtype == torch.int32 and not block.codes.requires_grad and block.one.weight.requires_grad
     assert not block.scale.is_meta and int(block.count) == 0 and loaded.blocks[1].count.tolist() == [1]
     assert not any(tensor.is_meta for tensor in (*loaded.blocks[2].parameters(), *loaded.blocks[2].buffers()))
-    decoder = Decoder(found, ZstdCodec())
+    decoder = FileDecoder(found, ZstdCodec())
     decoded: dict[str, torch.Tensor] = {}
     for described in found.blocks.values():
         for names, data in decoder.tensors(described):
@@ -142,18 +143,16 @@ def test_a_checkpoint_for_one_rank_holds_the_same(sound: Path, tmp_path: Path) -
     one, two = coded_file(tmp_path / "one"), coded_file(sound)
     assert (one.ranks, two.ranks) == (1, 2)
     for name, block in one.blocks.items():
-        image = Decoder(one, ZstdCodec()).image(block)
-        assert torch.equal(image, Decoder(two, ZstdCodec()).image(two.blocks[name])) and image.any()
+        image = FileDecoder(one, ZstdCodec()).image(block)
+        assert torch.equal(image, FileDecoder(two, ZstdCodec()).image(two.blocks[name])) and image.any()
 
 
 # ------------------------------------------------------------------------------------------------- what is damaged
 
 
-def first_shard(path: Path) -> int:
-    """Where a coded shard begins."""
-    coded = read_coded_file(str(path))
-    assert coded is not None
-    return coded.blocks["blocks.1"].shards[1].place.offset
+def damaged_shard(path: Path) -> CodedShard:
+    """The coded shard that tests damage."""
+    return coded_file(path.parent).blocks["blocks.1"].shards[1]
 
 
 def forge_content(path: Path) -> None:
@@ -166,9 +165,7 @@ def forge_content(path: Path) -> None:
 
 def forge_sums(path: Path) -> None:
     """Makes the check sum of the shard that tests damage fit it too."""
-    coded = read_coded_file(str(path))
-    assert coded is not None
-    place = coded.blocks["blocks.1"].shards[1].place
+    place = damaged_shard(path).place
     data = torch.frombuffer(
         bytearray(path.read_bytes()[place.offset : place.offset + place.nbytes]), dtype=torch.uint8
     )
@@ -178,7 +175,7 @@ def forge_sums(path: Path) -> None:
 
 
 def in_shard(path: Path) -> None:
-    flip(path, first_shard(path) + 40_000)
+    flip(path, damaged_shard(path).place.offset + 40_000)
 
 
 def in_shard_forged(path: Path) -> None:
@@ -186,23 +183,21 @@ def in_shard_forged(path: Path) -> None:
     forge_content(path)
 
 
+def in_a_run_forged(path: Path, place: Callable[[int], int]) -> None:
+    """At the `place` of a coded run of so many bytes, with check sums that fit."""
+    shard = damaged_shard(path)
+    segment = next(segment for segment in shard.segments if segment.is_coded)
+    flip(path, shard.place.offset + segment.coded_offset + place(segment.nbytes), 0xFF)
+    forge_sums(path)
+
+
 def in_frame_forged(path: Path) -> None:
     """The compressed plane, which ends a run: what notices is the codec."""
-    coded = read_coded_file(str(path))
-    assert coded is not None
-    shard = coded.blocks["blocks.1"].shards[1]
-    segment = next(segment for segment in shard.segments if segment.is_coded)
-    flip(path, shard.place.offset + segment.coded_offset + 256 + segment.nbytes // 2 + 300, 0xFF)
-    forge_sums(path)
+    in_a_run_forged(path, lambda nbytes: 256 + nbytes // 2 + 300)
 
 
 def longer_frame_forged(path: Path) -> None:
-    coded = read_coded_file(str(path))
-    assert coded is not None
-    shard = coded.blocks["blocks.1"].shards[1]
-    segment = next(segment for segment in shard.segments if segment.is_coded)
-    flip(path, shard.place.offset + segment.coded_offset + 5, 0xFF)
-    forge_sums(path)
+    in_a_run_forged(path, lambda nbytes: 5)
 
 
 def in_ordinary_tensor(path: Path) -> None:

@@ -23,7 +23,9 @@ def coded(case: Callable[[], nn.Module], path: Path, ranks: int, some: bool = Fa
     return model
 
 
-@pytest.mark.parametrize("options", ({}, {"num_slots": 3}, {"host": "packed"}), ids=str)
+@pytest.mark.parametrize(
+    "options", ({}, {"num_slots": 3}, {"host": "packed"}), ids=("as_it_is", "three_slots", "packed")
+)
 def test_one_rank(options: dict, tmp_path: Path) -> None:
     for index, (name, case) in enumerate(CASES.items()):
         model = coded(case, tmp_path / f"{name}.safetensors", ranks=1 + index % 3, some=bool(index % 2))
