@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,18 +156,13 @@ class CheckpointFolder:
         path = os.path.join(self.path(component), name)
         if os.path.isfile(path):
             return peek_header(path)
-        remote = self._remote(component, name)
-        return [
-            StoredTensor(key, remote, info.dtype, tuple(info.shape), info.data_offsets[0], _length(info.data_offsets))
-            for key, info in self._ask(component, name).tensors.items()
-        ]
+        return _stored(self._remote(component, name), self._ask(component, name).tensors)
 
     def _ask_coded(self, component: str, name: str) -> CodedFile | None:
         """As `coded_file`, of one file on the Hub."""
-        metadata, remote = self._ask(component, name).metadata, self._remote(component, name)
-        begin = 8 + self._ask_length(remote) if METADATA_KEY in metadata else 0
-        stored = [one._replace(offset=begin + one.offset) for one in self._header(component, name)]
-        return parse_coded_file(f"{self.model}/{remote}", stored, metadata)
+        asked, remote = self._ask(component, name), self._remote(component, name)
+        begin = 8 + self._ask_length(remote) if METADATA_KEY in asked.metadata else 0
+        return parse_coded_file(f"{self.model}/{remote}", _stored(remote, asked.tensors, begin), asked.metadata)
 
     def _ask_length(self, remote: str) -> int:
         """Bytes of the header of a file on the Hub, which stand in its first eight."""
@@ -211,8 +206,13 @@ def _begins_here(model: str) -> bool:
     return os.path.isabs(model) or os.path.exists(os.path.dirname(model))
 
 
-def _length(offsets: tuple[int, int]) -> int:
-    return offsets[1] - offsets[0]
+def _stored(remote: str, tensors: Mapping[str, Any], begin: int = 0) -> list[StoredTensor]:
+    """What the header of a file on the Hub says of tensors; these begin at byte `begin` of it."""
+    return [
+        StoredTensor(key, remote, one.dtype, tuple(one.shape), begin + start, stop - start)
+        for key, one in tensors.items()
+        for start, stop in (one.data_offsets,)
+    ]
 
 
 def _first_line(error: Exception) -> str:

@@ -4,10 +4,10 @@ Owns how one shard of a block's image is coded: in which segments, and which of 
 files, nor of when anything is decoded.
 
 [Note: Coded shards]
-    A shard is cut where a large tensor of 16-bit floats follows one of another dtype, or of another 16-bit one. Small
-    tensors and padding go along with what is before them, whatever they are: any bytes come back as they were. A
-    segment of 16-bit floats is coded if that takes at most 95 % of its bytes; all others lie in the coded shard as
-    they are. Coded segments follow each other at multiples of 256 bytes, so that each can be decoded, or copied, from
+    A shard is cut where a large tensor follows that is not like what is before it: 16-bit floats are like those of
+    their dtype, and all other dtypes are alike. Small tensors and padding go along with what is before them, whatever
+    they are: any bytes come back as they were. A segment of 16-bit floats is coded if that takes at most 95 % of its
+    bytes; all others lie in the coded shard as they are. Coded segments follow each other at multiples of 256 bytes, so that each can be decoded, or copied, from
     one buffer straight to its place in the shard.
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..block_layout import SMALL_NBYTES, BlockLayout, align
+from ..block_layout import ALIGNMENT, SMALL_NBYTES, BlockLayout, align
 from .codec import Codec
 from .coded_block import Segment
 
@@ -122,7 +122,7 @@ def check_places(segments: Sequence[Segment], nbytes: int, coded_nbytes: int) ->
             raise ValueError("its segments do not follow each other")
         if not 0 < segment.coded_nbytes <= segment.nbytes:
             raise ValueError(f"a segment of {segment.nbytes} bytes has {segment.coded_nbytes} coded ones")
-        if any(number % 256 for number in segment):
+        if any(number % ALIGNMENT for number in segment):
             raise ValueError("a segment is not aligned")
         end, coded_end = end + segment.nbytes, coded_end + segment.coded_nbytes
     if end != nbytes or coded_end != coded_nbytes:
