@@ -7,8 +7,8 @@ files, nor of when anything is decoded.
     A shard is cut where a large tensor follows that is not like what is before it: 16-bit floats are like those of
     their dtype, and all other dtypes are alike. Small tensors and padding go along with what is before them, whatever
     they are: any bytes come back as they were. A segment of 16-bit floats is coded if that takes at most 95 % of its
-    bytes; all others lie in the coded shard as they are. Coded segments follow each other at multiples of 256 bytes, so that each can be decoded, or copied, from
-    one buffer straight to its place in the shard.
+    bytes; all others lie in the coded shard as they are. Coded segments follow each other at multiples of 256 bytes,
+    so that each can be decoded, or copied, from one buffer straight to its place in the shard.
 """
 
 from __future__ import annotations
