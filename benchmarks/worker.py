@@ -136,19 +136,16 @@ def _code(job: Job, device: torch.device, rank: int, size: int, tell: Tell) -> d
     """Writes the weights as a coded checkpoint for this many ranks, which takes one of them."""
     if rank == 0:
         tell("coding the weights")
-        plain, coded = (
-            sum(p.stat().st_size for p in folder.glob("*.safetensors")) for folder in _code_them(job, size)
-        )
-        tell(f"coded weights take {coded / plain:.3f} of the bytes")
+        coded = coded_folder(job.folder)
+        pack_checkpoint(str(job.folder), str(coded), job.dtype, "zstd" if job.device == "cpu" else "ans", size)
+        tell(f"coded weights take {_files_nbytes(coded) / _files_nbytes(job.folder):.3f} of the bytes")
     if size > 1:
         dist.barrier()
     return {}
 
 
-def _code_them(job: Job, size: int) -> tuple[Path, Path]:
-    coded = coded_folder(job.folder)
-    pack_checkpoint(str(job.folder), str(coded), job.dtype, "zstd" if job.device == "cpu" else "ans", size)
-    return job.folder, coded
+def _files_nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _measure(job: Job, device: torch.device, rank: int, size: int, tell: Tell) -> dict[str, Any]:

@@ -43,6 +43,23 @@ def rooms() -> SimpleNamespace:
         sys.path.remove(str(ROOT / "benchmarks"))
 
 
+def test_coded_weights(tmp_path: Path) -> None:
+    chosen = "all_gather-mapped,*-coded"
+    files = ("--json", "all.json", "--workloads", "t2i-1024", "--repeats", "1", "--ranks", "2")
+    done = start(tmp_path, "--size", "tiny16", "--variants", chosen, *files)
+    assert done.returncode == 0, done.stderr
+    rows = {row["variant"]: row for row in json.loads((tmp_path / "all.json").read_text())["rows"]}
+    assert list(rows) == ["resident", "all_gather-mapped", "all_gather-coded", "local-coded"]
+    assert all(row["bit_equal"] is True for row in rows.values())
+    assert [row["host_kind"] for row in rows.values()] == [None, "mapped", "coded", "coded"]
+    plain, shards, blocks = (rows[name]["h2d_nbytes"] for name in list(rows)[1:])
+    assert 0.6 * plain < shards < 0.8 * plain and 0.6 * 2 * plain < blocks < 0.8 * 2 * plain
+    # What is coded is compared with the bytes of the weights themselves.
+    assert rows["all_gather-coded"]["link_ms"] == rows["all_gather-mapped"]["link_ms"]
+    assert "coded weights take 0." in done.stderr
+    assert not list(Path("/dev/shm").glob("dlo-compare-*-coded"))
+
+
 def test_a_run_side_by_side(tmp_path: Path, rooms: SimpleNamespace) -> None:
     size = rooms.sizes.SIZES["tiny"]
     full = rooms.sizes.weigh(rooms.sizes.make_config(size, 6, None), size.dtype)
