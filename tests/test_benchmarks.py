@@ -45,15 +45,16 @@ def rooms() -> SimpleNamespace:
 
 def test_coded_weights(tmp_path: Path) -> None:
     chosen = "all_gather-mapped,*-coded"
-    files = ("--json", "all.json", "--workloads", "t2i-1024", "--repeats", "1", "--ranks", "2")
+    files = ("--json", "all.json", "--workloads", "t2i-1024", "--repeats", "2", "--ranks", "2")
     done = start(tmp_path, "--size", "tiny16", "--variants", chosen, *files)
     assert done.returncode == 0, done.stderr
-    rows = {row["variant"]: row for row in json.loads((tmp_path / "all.json").read_text())["rows"]}
+    found = json.loads((tmp_path / "all.json").read_text())
+    rows, blocks = {row["variant"]: row for row in found["rows"]}, found["model"]["blocks_nbytes"]
     assert list(rows) == ["resident", "all_gather-mapped", "all_gather-coded", "local-coded"]
     assert all(row["bit_equal"] is True for row in rows.values())
     assert [row["host_kind"] for row in rows.values()] == [None, "mapped", "coded", "coded"]
-    plain, shards, blocks = (rows[name]["h2d_nbytes"] for name in list(rows)[1:])
-    assert 0.6 * plain < shards < 0.8 * plain and 0.6 * 2 * plain < blocks < 0.8 * 2 * plain
+    shards, whole = rows["all_gather-coded"]["h2d_nbytes"], rows["local-coded"]["h2d_nbytes"]
+    assert 0.6 * blocks < 2 * shards < 0.8 * blocks and 0.6 * blocks < whole < 0.8 * blocks
     # What is coded is compared with the bytes of the weights themselves.
     assert rows["all_gather-coded"]["link_ms"] == rows["all_gather-mapped"]["link_ms"]
     assert "coded weights take 0." in done.stderr
