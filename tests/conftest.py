@@ -30,13 +30,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
+def freeze() -> None:
+    """What is here now stays, and looking through it for garbage at each enabling would take most of a test's time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     gc.disable()  # looking for garbage in what is being imported takes a third of the time
     result = yield
-    gc.collect()
-    gc.freeze()  # what was imported is not garbage, and looking through it at each enabling takes most of its time
+    freeze()
     gc.enable()
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        freeze()  # what the tests of the file have imported and compiled, now that its fixtures have ended
     return result
 
 
