@@ -163,7 +163,11 @@ def test_a_job_tells_each_step_and_ends_with_the_video_of_the_pipeline(
             elif found := re.search(r'"progress":\s*(\d+).*"step":\s*(\d+),\s*"steps":\s*(\w+)', line):
                 steps.append((found[1], found[2], found[3]))
     assert events[-1] == "completed" and "in_progress" in events and steps[-1] == ("100", "6", "6")
-    assert [step for _, step, _ in steps] == sorted(step for _, step, _ in steps) and ("50", "3", "6") in steps
+    assert [step for _, step, _ in steps] == sorted(step for _, step, _ in steps)
+    # Not each step is told where the machine is busy, but some are, each with its share.
+    shares = {(share, str(step), "6") for step, share in enumerate(("16", "33", "50", "66", "83", "99"), 1)}
+    told = {one for one in steps if one[1] != "0"}
+    assert told <= shares | {("100", "6", "6")} and told & shares - {("99", "6", "6")}, steps
     assert client.videos.retrieve(job.id).status == "completed"
     content = client.videos.download_content(job.id).read()
     assert content == solo(7, fps=4, width=64, height=96, num_frames=5, num_inference_steps=6)
