@@ -151,7 +151,7 @@ def test_a_job_tells_each_step_and_ends_with_the_video_of_the_pipeline(
         prompt="a red fox",
         size="64x96",  # type: ignore[arg-type]  # OpenAI's own models know four sizes
         seconds="1",  # type: ignore[arg-type]
-        extra_body={"fps": 4, "num_inference_steps": 6, "seed": 7, "flow_shift": 5.0, "extra_params": "{}"},
+        extra_body={"fps": 4, "num_inference_steps": 24, "seed": 7, "flow_shift": 5.0, "extra_params": "{}"},
     )
     assert job.status in ("queued", "in_progress") and job.object == "video"
     steps, events = [], []
@@ -162,15 +162,15 @@ def test_a_job_tells_each_step_and_ends_with_the_video_of_the_pipeline(
                 events.append(line.removeprefix("event: "))
             elif found := re.search(r'"progress":\s*(\d+).*"step":\s*(\d+),\s*"steps":\s*(\w+)', line):
                 steps.append((found[1], found[2], found[3]))
-    assert events[-1] == "completed" and "in_progress" in events and steps[-1] == ("100", "6", "6")
-    assert [step for _, step, _ in steps] == sorted(step for _, step, _ in steps)
+    assert events[-1] == "completed" and "in_progress" in events and steps[-1] == ("100", "24", "24")
+    assert [int(step) for _, step, _ in steps] == sorted(int(step) for _, step, _ in steps)
     # Not each step is told where the machine is busy, but some are, each with its share.
-    shares = {(share, str(step), "6") for step, share in enumerate(("16", "33", "50", "66", "83", "99"), 1)}
+    before_the_last = {(str(100 * step // 24), str(step), "24") for step in range(1, 24)}
     told = {one for one in steps if one[1] != "0"}
-    assert told <= shares | {("100", "6", "6")} and told & shares - {("99", "6", "6")}, steps
+    assert told & before_the_last and told <= before_the_last | {("99", "24", "24"), ("100", "24", "24")}, steps
     assert client.videos.retrieve(job.id).status == "completed"
     content = client.videos.download_content(job.id).read()
-    assert content == solo(7, fps=4, width=64, height=96, num_frames=5, num_inference_steps=6)
+    assert content == solo(7, fps=4, width=64, height=96, num_frames=5, num_inference_steps=24)
     (tmp_path / "video.mp4").write_bytes(content)
     check_video(tmp_path / "video.mp4", 5, (64, 96))
     assert client.videos.delete(job.id).deleted
