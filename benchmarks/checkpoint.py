@@ -124,6 +124,11 @@ def load_model(folder: Path, dtype: torch.dtype) -> Cosmos3OmniTransformer:
     return Cosmos3OmniTransformer.from_pretrained(folder, dtype=dtype).requires_grad_(False)
 
 
+def coded_folder(folder: Path) -> Path:
+    """Where a checkpoint lies once it is coded: beside it."""
+    return folder.with_name(f"{folder.name}-coded")
+
+
 def is_in_memory(folder: Path) -> bool:
     """Whether the file system of a folder, or of where it is to be, is kept in memory, and so has no cold state."""
     path = folder.resolve()

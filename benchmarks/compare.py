@@ -1,8 +1,8 @@
 # Copyright 2026 The diffusers_dlo team. Licensed under the Apache License, Version 2.0.
 """
 Measures ways of holding a transformer's weights side by side: resident, this package with each transfer, host store
-and budget, diffusers' group offload, FSDP2 with offload, and accelerate's sequential offload. One command; it finds
-the devices and starts a fresh set of processes for each variant.
+and budget, and with coded weights, diffusers' group offload, FSDP2 with offload, and accelerate's sequential offload.
+One command; it finds the devices and starts a fresh set of processes for each variant.
 
     python benchmarks/compare.py                                    all GPUs, Cosmos3-Nano's size
     python benchmarks/compare.py --size super --ranks 2 --variants 'resident,all_gather-*,fsdp2'
@@ -34,6 +34,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from checkpoint import coded_folder
 from crew import importable
 from render import plot, print_tables, to_markdown
 from results import Comparison
@@ -147,6 +148,7 @@ def main() -> int:
             shutil.rmtree(scratch, ignore_errors=True)
         if args.where is None:
             shutil.rmtree(facts.room.folder, ignore_errors=True)
+        shutil.rmtree(coded_folder(facts.room.folder), ignore_errors=True)  # for this number of ranks
 
 
 def _write(args: argparse.Namespace, comparison: Comparison) -> None:

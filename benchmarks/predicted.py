@@ -60,10 +60,11 @@ class Predicted:
     def seconds(self, variant: Variant, workload: Workload, compute: float | None) -> float | None:
         """
         Of one forward, from what computing alone takes (estimated from the tokens if None); None where the planner
-        has nothing to say: other ways than this package's, and `"auto"` where the device's memory is not known.
+        has nothing to say: other ways than this package's, coded weights, of which it knows a usual size only, and
+        `"auto"` where the device's memory is not known.
         """
         is_auto = variant.budget == "auto"
-        if variant.family != "dlo" or (is_auto and self._device_nbytes is None):
+        if variant.family != "dlo" or variant.is_coded or (is_auto and self._device_nbytes is None):
             return None
         key = (variant.name, workload.name, compute)
         if key not in self._found:

@@ -23,7 +23,7 @@ from results import Comparison, Result, make_rows, merge_links, slowest
 from rich.console import Console
 from room import Room, available_host_nbytes, choose_folder, look
 from sizes import SIZES, ModelFacts, make_config, weigh
-from variants import REFERENCE, Variant
+from variants import CODING_RATE, REFERENCE, Variant
 from worker import Job
 
 from diffusers_dlo.byte_size import format_bytes
@@ -114,6 +114,7 @@ class Runner:
         self._standby: Crew | None = None
         self._results: list[Result] = []
         self._missing: list[dict[str, str]] = []
+        self._is_coded = False
         self._compute: dict[str, float] = {}
 
     def run(self, save: Callable[[Comparison], None]) -> Comparison:
@@ -199,6 +200,9 @@ class Runner:
         reason = self._refusal(variant)
         if reason is None:
             try:
+                if variant.is_coded and not self._is_coded:
+                    self._do(self._job("code"))
+                    self._is_coded = True
                 found = self._do(self._job("measure", variant), last)
             except JobFailed as error:
                 reason = str(error)
@@ -220,6 +224,8 @@ class Runner:
         args, model = self._plan.args, self._plan.facts.model
         if variant.family == "resident" and model.nbytes > self._capacity:
             return f"{model.nbytes / 1e9:.0f} GB of weights do not fit a device with {self._capacity / 1e9:.0f} GB"
+        if variant.is_coded and SIZES[args.size].dtype.itemsize != 2:
+            return f"weights in {SIZES[args.size].dtype} are not coded; name a size in bfloat16"
         if variant.cold and self._plan.facts.room.in_memory:
             return "the checkpoint is in shared memory, which has no cold state; name a folder on a disk with --where"
         host = available_host_nbytes()
@@ -238,13 +244,15 @@ class Runner:
     def _expected_seconds(self, variant: Variant) -> float:
         """About how long a variant takes, from the rates of this machine as far as they are known."""
         args, model = self._plan.args, self._plan.facts.model
-        if args.size == "tiny":
+        if args.size.startswith("tiny"):
             return 5.0
         # Unpinned memory is copied at a fraction of the link's rate.
         slow = 6.0 if variant.family == "sequential" else 1.0
         link_nbytes = variant.pass_nbytes(model, args.ranks)
         link = slow * (model.nbytes if link_nbytes is None else link_nbytes) / self._links["h2d_together_bytes_per_s"]
         seconds = variant.enable_seconds(model, args.ranks)
+        if variant.is_coded and not self._is_coded:
+            seconds += model.nbytes / CODING_RATE
         for workload in args.workloads:
             forward = max(link, self._compute.get(workload.name, 0.0))
             seconds += forward * (3 if forward > SLOW_SECONDS else WARM_UP + args.repeats)

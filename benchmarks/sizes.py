@@ -14,7 +14,7 @@ its own, counts 128 blocks of 930 MB and 124 GB; Nano is 72 blocks of 368 MB the
 
 `200b` is a synthetic model of 200 blocks of 929 MB, 185.8 GB: Nano's attention with an MLP of 15,488 channels.
 
-`tiny` is for the CPU.
+`tiny` is for the CPU, and `tiny16`, the same in bfloat16, which can be coded.
 
 [Note: Tokens]
     Cosmos3's VAE makes one latent frame of the first frame and one of every four that follow, and one latent pixel of
@@ -32,7 +32,7 @@ its own, counts 128 blocks of 930 MB and 124 GB; Nano is 72 blocks of 368 MB the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -128,6 +128,7 @@ SIZES = {
         ),
     )
 }
+SIZES["tiny16"] = replace(SIZES["tiny"], name="tiny16", dtype=torch.bfloat16)
 
 
 def make_config(size: Size, layers: int, vocabulary: int | None) -> dict[str, Any]:

@@ -16,6 +16,10 @@ from sizes import ModelFacts
 
 PINNED_ROUNDING = 1.4
 """torch rounds each pinned tensor up to a power of two; this much, at most, in sum for the sizes measured here."""
+CODED_PART = 0.75
+"""What is left of weights, at most, once they are coded."""
+CODING_RATE = 0.4e9
+"""Bytes of weights that are coded, written and digested in a second, at least."""
 RANK_NBYTES = {"cpu": 512 << 20, "cuda": 6 << 30}
 """Host memory of a rank beside weights, by device: libraries, contexts, staging."""
 
@@ -57,6 +61,11 @@ class Variant:
         return options
 
     @property
+    def is_coded(self) -> bool:
+        """Whether it streams from a coded checkpoint."""
+        return self.options.get("host") == "coded"
+
+    @property
     def is_base(self) -> bool:
         """Whether others are compared with it."""
         return self.family in ("resident", "reference")
@@ -66,7 +75,9 @@ class Variant:
         weights = facts.nbytes
         if self.family == "dlo":
             host = self.options.get("host")
-            copies = {"packed": 1, "pinned": PINNED_ROUNDING * (1 if self.shares_links else ranks)}.get(str(host), 0)
+            pinned = PINNED_ROUNDING * (1 if self.shares_links else ranks)
+            # The coded checkpoint lies beside the other one, in memory where that does.
+            copies = {"packed": 1, "pinned": pinned, "coded": CODED_PART}.get(str(host), 0)
             weights = round(copies * weights)
         elif self.family == "group":
             weights = round(PINNED_ROUNDING * weights * ranks)
@@ -85,7 +96,10 @@ class Variant:
         return 8 + facts.nbytes / rate
 
     def pass_nbytes(self, facts: ModelFacts, ranks: int) -> int | None:
-        """Bytes that cross each rank's link in a forward, at least; None where it is decided at run time."""
+        """
+        Bytes of weights that cross each rank's link in a forward, at least; None where it is decided at run time. What
+        is coded is fewer bytes: it is compared with what the weights would take.
+        """
         if self.is_base or self.budget == "auto":
             return 0 if self.family == "resident" else None
         stays = float(self.budget or 0.0)
@@ -131,6 +145,7 @@ def all_variants(ranks: int) -> list[Variant]:
     streams = {"use_stream": True, "record_stream": True, "non_blocking": True}
     variants = [Variant("resident", "resident")]
     variants += [dlo(f"{transfer}-mapped", transfer, "mapped") for transfer in transfers]
+    variants += [dlo(f"{transfer}-coded", transfer, "coded") for transfer in transfers]
     for group in group_sizes(ranks)[:-1]:
         variants.append(dlo(f"{main}-mapped-groups-of-{group}", main, "mapped", group=group))
     if shared:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint import cached_part, evict, load_model, read, write_checkpoint
+from checkpoint import cached_part, coded_folder, evict, load_model, read, write_checkpoint
 from holding import hold
 from links import measure_links
 from measure import clock, device_memory, host_memory, synchronize, time_forwards
@@ -28,10 +28,15 @@ from sizes import Workload, make_inputs
 from torch import nn
 from variants import Variant
 
+from diffusers_dlo.pack import pack_checkpoint
+
 
 @dataclass(frozen=True)
 class Job:
-    """What a set of ranks is to do: prepare (write the weights, measure the links) or measure a variant."""
+    """
+    What a set of ranks is to do: prepare (write the weights, measure the links), code the weights, or measure a
+    variant.
+    """
 
     kind: str
     folder: Path
@@ -96,9 +101,7 @@ def _do(job: Job, rank: int, size: int, store: str, tell: Tell) -> dict[str, Any
             timeout=timedelta(minutes=30),
             device_id=None if device.type == "cpu" else device,
         )
-    value = (
-        _prepare(job, device, rank, size, tell) if job.kind == "prepare" else _measure(job, device, rank, size, tell)
-    )
+    value = JOBS[job.kind](job, device, rank, size, tell)
     if size > 1:
         dist.barrier()  # nobody leaves while another still needs it
     return value
@@ -129,13 +132,30 @@ def _prepare(job: Job, device: torch.device, rank: int, size: int, tell: Tell) -
     return found
 
 
+def _code(job: Job, device: torch.device, rank: int, size: int, tell: Tell) -> dict[str, Any]:
+    """Writes the weights as a coded checkpoint for this many ranks, which takes one of them."""
+    if rank == 0:
+        tell("coding the weights")
+        coded = coded_folder(job.folder)
+        pack_checkpoint(str(job.folder), str(coded), job.dtype, "zstd" if job.device == "cpu" else "ans", size)
+        tell(f"coded weights take {_files_nbytes(coded) / _files_nbytes(job.folder):.3f} of the bytes")
+    if size > 1:
+        dist.barrier()
+    return {}
+
+
+def _files_nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
 def _measure(job: Job, device: torch.device, rank: int, size: int, tell: Tell) -> dict[str, Any]:
     variant = job.variant
     assert variant is not None
     before = device_memory(device)
     disk = _set_page_cache(job, variant, rank, size, tell)
     tell("loading")
-    load_seconds, model = clock(lambda: load_model(job.folder, job.dtype), device)
+    folder = coded_folder(job.folder) if variant.name.endswith("-coded") else job.folder
+    load_seconds, model = clock(lambda: load_model(folder, job.dtype), device)
     found: dict[str, Any] = {"load_s": load_seconds, "host_before": host_memory()}
     if variant.cold:
         found["disk"] = disk
@@ -218,3 +238,6 @@ def _report(handle: Any) -> dict[str, Any]:
         "resident": getattr(report, "resident_bytes", None),
         "extents": report.extents_per_block,
     }
+
+
+JOBS = {"prepare": _prepare, "code": _code, "measure": _measure}

@@ -12,6 +12,10 @@ import torch
 
 torch.set_num_threads(1)
 
+# Files whose tests share processes that take long to start. At the beginning of what pytest-xdist hands out they stay
+# on one worker, since others take over what comes last; elsewhere they might be cut in two, and start all that twice.
+FIRST = ("test_server.py", "test_executor.py", "test_calls.py", "test_page.py", "test_pipeline_calls.py")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--schedules", type=int, default=2000, help="how many schedules tests/test_schedules.py runs")
@@ -28,15 +32,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+    items.sort(key=lambda item: item.path.name not in FIRST)
+
+
+def freeze() -> None:
+    """What is here now stays, and looking through it for garbage at each enabling would take most of a test's time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     gc.disable()  # looking for garbage in what is being imported takes a third of the time
     result = yield
-    gc.collect()
-    gc.freeze()  # what was imported is not garbage, and looking through it at each enabling takes most of its time
+    freeze()
     gc.enable()
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        freeze()  # what the tests of the file have imported and compiled, now that its fixtures have ended
     return result
 
 

@@ -43,6 +43,24 @@ def rooms() -> SimpleNamespace:
         sys.path.remove(str(ROOT / "benchmarks"))
 
 
+def test_coded_weights(tmp_path: Path) -> None:
+    chosen = "all_gather-mapped,*-coded"
+    files = ("--json", "all.json", "--workloads", "t2i-1024", "--repeats", "2", "--ranks", "2")
+    done = start(tmp_path, "--size", "tiny16", "--variants", chosen, *files)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "all.json").read_text())
+    rows, blocks = {row["variant"]: row for row in found["rows"]}, found["model"]["blocks_nbytes"]
+    assert list(rows) == ["resident", "all_gather-mapped", "all_gather-coded", "local-coded"]
+    assert all(row["bit_equal"] is True for row in rows.values())
+    assert [row["host_kind"] for row in rows.values()] == [None, "mapped", "coded", "coded"]
+    shards, whole = rows["all_gather-coded"]["h2d_nbytes"], rows["local-coded"]["h2d_nbytes"]
+    assert 0.6 * blocks < 2 * shards < 0.8 * blocks and 0.6 * blocks < whole < 0.8 * blocks
+    # What is coded is compared with the bytes of the weights themselves.
+    assert rows["all_gather-coded"]["link_ms"] == rows["all_gather-mapped"]["link_ms"]
+    assert "coded weights take 0." in done.stderr
+    assert not list(Path("/dev/shm").glob("dlo-compare-*-coded"))
+
+
 def test_a_run_side_by_side(tmp_path: Path, rooms: SimpleNamespace) -> None:
     size = rooms.sizes.SIZES["tiny"]
     full = rooms.sizes.weigh(rooms.sizes.make_config(size, 6, None), size.dtype)

@@ -25,6 +25,8 @@ from .messages import encode
 from .worker import MAX_MESSAGE, endpoint, identity, import_target
 
 
+_LONGEST_PARENT = 76
+"""Bytes of the path of a directory in which a socket's own still has fewer than the system's 108."""
 _RANKS, _SIZES = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -54,6 +56,12 @@ def target_name(target: str | Callable[..., Any]) -> str:
     return name
 
 
+def socket_folder() -> str:
+    """A new directory that is this user's alone, and whose path is short enough for that of a socket in it."""
+    is_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_PARENT
+    return tempfile.mkdtemp(prefix="diffusers_dlo-", dir="/tmp" if is_long else None)
+
+
 class WorkerProcesses:
     """
     The processes, the socket to them and its directory: all that has to be taken down.
@@ -69,7 +77,7 @@ class WorkerProcesses:
         self._launched: SubprocessContext | None = None
         self._ranks = {identity(rank): rank for rank in range(size)}
         self._context = zmq.Context()
-        self._folder = tempfile.mkdtemp(prefix="diffusers_dlo-")  # of mode 0700
+        self._folder = socket_folder()
         try:
             self._socket = self._context.socket(zmq.ROUTER)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)

@@ -13,10 +13,12 @@ import select
 import signal
 import stat
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,6 +28,8 @@ from PIL import Image
 
 from diffusers_dlo.concurrency.executor import WaveError, WaveExecutor, WaveTimeoutError
 from diffusers_dlo.concurrency.messages import encode
+from diffusers_dlo.concurrency.processes import socket_folder
+from diffusers_dlo.concurrency.worker import endpoint
 from tests import toys
 
 from .workers import Service, fail_to_start, folder_of, held, listening_addresses, reply, runs, wait_for
@@ -393,3 +397,14 @@ def test_stuck_and_stopped_workers_are_shut_down_and_nothing_is_left(
     assert not any(map(runs, pids)) and not folder.exists()
     gc.collect()
     assert wait_for(lambda: held() == held_before, 2), f"{held_before} files and threads became {held()}"
+
+
+def test_the_socket_has_a_short_path_wherever_temporary_files_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    for length, parent in ((76, None), (77, "/tmp"), (400, "/tmp")):
+        folder = "/var".ljust(length, "x")
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with patch.object(
+            tempfile, "mkdtemp", side_effect=lambda prefix, dir: f"{dir or tempfile.tempdir}/{prefix}12345678"
+        ):
+            path = endpoint(socket_folder()).removeprefix("ipc://")
+        assert path.startswith(parent or folder) and len(path) < 108

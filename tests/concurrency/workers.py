@@ -98,9 +98,12 @@ def reply(wave_id: Any, value: Any) -> bytes:
 
 
 def fail_to_start() -> None:
-    """Dies on rank 0 and raises on rank 1."""
+    """Dies on rank 0 and, once it is dead, raises on rank 1: after an error no rank is waited for for long."""
+    pid = torch.tensor([os.getpid()])
+    dist.broadcast(pid, src=0)
     if dist.get_rank() == 0:
         sys.exit(3)
+    wait_for(lambda: not runs(int(pid)), 30)
     raise OSError("no such checkpoint")
 
 

@@ -262,12 +262,17 @@ def fails_alone(rank: int, size: int, where: str) -> None:
     dist.barrier()
 
     def divide() -> None:
+        say(f"inside {rank}")
         hear("failed")
         time.sleep(0.5)
         raise ZeroDivisionError
 
+    def fail_later() -> None:
+        hear("inside 1", "inside 2")
+        fail()
+
     if rank == 0:
-        once(GatherLane, "finish_lap", fail, after=where == "block")
+        once(GatherLane, "finish_lap", *((fail_later, True) if where == "block" else (fail,)))
         hear("told 1", "told 2")
         return
     if where == "block":

@@ -94,6 +94,7 @@ def _on_two_ranks(rank: int, size: int, folders: Path) -> None:
         seen = check(folders, "coded2", rank, transfer="all_gather", **options)
         assert seen["copied"] == 4 * sum(block.shards[rank].place.nbytes for block in blocks)
         assert seen["decoded"] == 4 * shards
+    shards = sum(block.shards[0].nbytes for block in blocks)  # the same budget on both
     for gather, fraction in (("collective", 0.9), ("pull", 1.1), ("collective", 1.5)):
         options = {"device_budget": int(fraction * shards), "gather": gather}
         seen = check(folders, "coded2", rank, transfer="all_gather", **options)

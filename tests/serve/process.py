@@ -6,11 +6,14 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -39,8 +42,9 @@ class ServerProcess:
         self.headers: dict[str, str] = {}
         self.address = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "diffusers_dlo.cli", "serve", model, "--port", str(port), *arguments]
-        self.folder = log.parent / "temporary"  # where it may write
-        self.folder.mkdir()
+        # Where it may write. Paths of sockets are limited, and pytest's own folders too long for them on some workers.
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="served-"))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         names = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)}
         environment = {**os.environ, **names}
