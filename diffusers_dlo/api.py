@@ -274,7 +274,7 @@ def _commit(prepared: _Prepared, platform: Platform, group: OffloadGroup) -> Off
         undo.callback(store.close)
         if store.codec is not None:
             with group.agreement("enable: check sums"):
-                store.check_coded()
+                store.check_sums()
         undo.callback(put_back, moved)
         for part in parts:
             undo.callback(part.detach)

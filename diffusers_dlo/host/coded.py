@@ -72,7 +72,7 @@ class CodedStore(MappedStore):
         coded = (layout.coded.coded_nbytes for layout in self.layouts if layout.coded is not None)
         return super().files_nbytes + sum(coded)
 
-    def check_coded(self) -> None:
+    def check_sums(self) -> None:
         # By way of the device. The files are known to be the same from then on ([Note: Changed files]).
         device = self._codec.device
         sums = CheckSums(device)

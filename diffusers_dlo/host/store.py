@@ -74,7 +74,7 @@ class HostStore(ABC):
         """Device bytes that decoding takes, beside the buffers that coded shards arrive in."""
         return 0
 
-    def check_coded(self) -> None:  # noqa: B027
+    def check_sums(self) -> None:  # noqa: B027
         """
         Reads all that this rank copies of coded shards, and compares it with their check sums: once, before anything
         is decoded.
