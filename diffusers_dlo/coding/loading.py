@@ -51,7 +51,7 @@ class CodedConfig(QuantizationConfigMixin):
     def __init__(self, dtype: str, **_: Any) -> None:
         if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
             raise ValueError(f"'quantization_config' of a coded model names a dtype {dtype!r} that there is not.")
-        self.quant_method = CodedMethod.CODED  # type: ignore[assignment]
+        self.quant_method = CodedMethod.CODED  # type: ignore[assignment]  # diffusers knows only its own
         self.dtype = dtype
 
     def to_diff_dict(self) -> dict[str, Any]:
