@@ -20,7 +20,7 @@ from diffusers_dlo.checkpoint.mapped import FileRange
 from diffusers_dlo.coding.check_sum import CheckSums, as_text
 from diffusers_dlo.coding.coded_block import CodedBlock, CodedShard, CodedTensor, Segment
 from diffusers_dlo.coding.coded_file import CodedFile, read_coded_file, shard_key
-from diffusers_dlo.coding.loading import mark, take_values
+from diffusers_dlo.coding.loading import put_mark, take_values
 from diffusers_dlo.coding.packing import metadata_of, write_header
 from diffusers_dlo.coding.shard_coding import shard_bounds
 from diffusers_dlo.coding.zstd import ZstdCodec
@@ -39,7 +39,7 @@ def code_as_it_is(
     coded = read_coded_file(str(path))
     assert coded is not None
     take_values(model, coded)
-    mark(model, coded)
+    put_mark(model, coded)
 
 
 def _write(model: nn.Module, path: str, ranks: int, chooses: Callable[[int], bool]) -> None:

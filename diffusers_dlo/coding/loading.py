@@ -114,7 +114,7 @@ class CodedQuantizer(DiffusersQuantizer):
         assert self._coded is not None
         for name in _OF_DIFFUSERS:
             vars(model).pop(name, None)  # diffusers would refuse casts by them, and name no way out
-        mark(model, self._coded)
+        put_mark(model, self._coded)
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
         """Refuses a file that lacks weights: the model would be left without values for them."""
@@ -144,7 +144,7 @@ def take_values(model: nn.Module, coded: CodedFile) -> None:
             _put_meta(model, tensor, coded.path)
 
 
-def mark(model: nn.Module, coded: CodedFile) -> None:
+def put_mark(model: nn.Module, coded: CodedFile) -> None:
     """Marks a model as loaded from a coded file, and guards it."""
     object.__setattr__(model, _MARK, coded)
     guard_coded(model, coded.tensor_names)
