@@ -12,6 +12,7 @@ decode, nor know of the offload.
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from typing import Any
 
@@ -93,7 +94,9 @@ class CodedQuantizer(DiffusersQuantizer):
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
         """The names that the file holds, with those of weights in the place of coded shards."""
         path = str(checkpoint_files[0])
-        coded = read_coded_file(path) if len(checkpoint_files) == 1 and path.endswith(".safetensors") else None
+        is_one = len(checkpoint_files) == 1 and path.endswith(".safetensors")
+        # The file itself: it is read again when the offload is enabled, wherever the process works then.
+        coded = read_coded_file(os.path.realpath(path)) if is_one else None
         if coded is None:
             raise damaged(path, "its config.json says that it is coded, and it is not")
         if coded.dtype != str(self._dtype).removeprefix("torch."):

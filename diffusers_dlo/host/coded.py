@@ -95,6 +95,12 @@ class CodedStore(MappedStore):
     def private_view(self, unit: int, tensor: int) -> torch.Tensor | None:
         return super().private_view(unit, tensor) if self.layouts[unit].coded is None else self._decoded(unit, tensor)
 
+    def check_readable(self, unit: int) -> None:
+        super().check_readable(unit)
+        coded = self.layouts[unit].coded
+        for path in {shard.place.path for shard in coded.shards} if coded is not None else ():
+            self._files[path].check_content()
+
     def close(self) -> None:
         super().close()
         self._read = None
