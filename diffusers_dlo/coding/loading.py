@@ -13,6 +13,8 @@ decode, nor know of the offload.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -118,8 +120,10 @@ class CodedQuantizer(DiffusersQuantizer):
         assert self._coded is not None
         for name in _OF_DIFFUSERS:
             vars(model).pop(name, None)  # diffusers would refuse casts by them, and name no way out
-        object.__setattr__(model, _MARK, self._coded)
-        guard_coded(model, self._coded.tensor_names)
+        names = self._coded.tensor_names
+        tensors = {name: tensor for name, tensor in _named_tensors(model) if name in names}
+        object.__setattr__(model, _MARK, _Mark(self._coded, tensors))
+        guard_coded(model, names)
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
         """Refuses a file that lacks weights: the model would be left without values for them."""
@@ -158,9 +162,35 @@ def _put_meta(model: nn.Module, tensor: CodedTensor, path: str) -> None:
         slots[attribute] = made  # type: ignore[assignment]  # a buffer among buffers
 
 
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model, by all names that they have."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What marks a coded model: what its `file` says, and the `tensors` without values that were put in by name."""
+
+    file: CodedFile
+    tensors: dict[str, torch.Tensor]
+
+
 def coded_file_of(module: nn.Module) -> CodedFile | None:
     """What the file says that a coded model was loaded from; None for any other model, and once it is released."""
-    return vars(module).get(_MARK)
+    mark = vars(module).get(_MARK)
+    return mark.file if mark is not None else None
+
+
+def moved_tensor(module: nn.Module) -> str | None:
+    """
+    The name of a tensor of a coded model in whose place there is another one by now, None if there is no such: values
+    go by names, and those of the file would not be its own. What is gone from the model does not count.
+    """
+    mark = vars(module).get(_MARK)
+    if mark is None:
+        return None
+    return next((name for name, t in _named_tensors(module) if t is not mark.tensors.get(name, t)), None)
 
 
 def release(module: nn.Module) -> None:
