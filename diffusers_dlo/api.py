@@ -209,7 +209,9 @@ def _prepare(
     else:
         _compare_all_weights(plan, owned, group, unread)
     cached = None
-    if coded is None and _caches(config, max(reply["loose"] for reply in replies), platform):
+    if coded is not None and config.cache_dir is not None:
+        logger.info(f"'{config.cache_dir}' is not used: weights stream from a coded checkpoint")
+    elif _caches(config, max(reply["loose"] for reply in replies), platform):
         cached = WeightCache(str(config.cache_dir), plan, owned, located, group).open()
     digests = [reply["mapped"] for reply in replies]
     if cached is not None:

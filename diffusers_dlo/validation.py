@@ -169,7 +169,7 @@ def _refuse_meta(module: nn.Module, name: str) -> None:
     if moved is not None:
         raise ValueError(
             f"'{moved}' of '{name}' is another tensor than when the model was loaded from a coded checkpoint: blocks "
-            "were put in another order, or modules or weights in other places, and values go by names. Change a model "
+            "were put in another order, or weights exchanged or quantized, and values go by names. Change a model "
             "that was decoded, with `diffusers-dlo pack --decode`."
         )
 

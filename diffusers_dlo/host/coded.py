@@ -43,8 +43,8 @@ class CodedStore(MappedStore):
         codec: Codec,
     ) -> None:
         self._codec = codec
-        self._read: tuple[int, torch.Tensor] | None = None
-        "the unit that was read last, and its image"
+        self._read: tuple[int, torch.Tensor, set[int]] | None = None
+        "the unit that was read last, its image, and the tensors of it that are still to be read"
         super().__init__(plan, rank, platform, fd, stamps)
         try:
             for extent in self._every_coded_extent():
@@ -114,8 +114,12 @@ class CodedStore(MappedStore):
             # Copies first: no transfer may cross the border of what is page-locked.
             sources = (self._source(shard).clone() for shard in layout.coded.shards)
             image = BlockReader(self._codec).read(layout.coded, sources)
-            self._read = unit, image
-        return tensor_view(self._read[1], layout.tensors[tensor]).clone()
+            self._read = unit, image, set(range(len(layout.tensors)))
+        _, image, unread = self._read
+        unread.discard(tensor)
+        if not unread:
+            self._read = None  # a block is read as a whole as a rule, and its image is large
+        return tensor_view(image, layout.tensors[tensor]).clone()
 
     def _source(self, shard: CodedShard) -> torch.Tensor:
         return self._files[shard.place.path].content[shard.place.offset :][: shard.place.nbytes]
