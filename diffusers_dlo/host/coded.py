@@ -109,15 +109,16 @@ class CodedStore(MappedStore):
         """A tensor of a coded block, in memory of its own."""
         layout = self.layouts[unit]
         assert layout.coded is not None
-        if self._read is None or self._read[0] != unit:
+        read = self._read
+        if read is None or read[0] != unit:
             self._read = None  # first: two images need not be there at once
             # Copies first: no transfer may cross the border of what is page-locked.
             sources = (self._source(shard).clone() for shard in layout.coded.shards)
             image = BlockReader(self._codec).read(layout.coded, sources)
-            self._read = unit, image, set(range(len(layout.tensors)))
-        _, image, unread = self._read
+            read = self._read = unit, image, set(range(len(layout.tensors)))
+        _, image, unread = read
         unread.discard(tensor)
-        if not unread:
+        if not unread and self._read is read:
             self._read = None  # a block is read as a whole as a rule, and its image is large
         return tensor_view(image, layout.tensors[tensor]).clone()
 
