@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -202,14 +202,15 @@ def _prepare(
         said |= {"digest": digest_of(lines), "weights": digest_of(loose_lines)}
         said |= {"files": files_digest(located, owned), "mapped": offer.digest, "loose": offer.loose}
     compare(group, replies, lines)
-    if len({reply["files"] for reply in replies}) == 1:
+    same_files = len({reply["files"] for reply in replies}) == 1
+    if same_files:
         compare(group, [{"digest": reply["weights"]} for reply in replies], loose_lines)
-    elif coded is not None:
-        raise RuntimeError("Ranks loaded a coded checkpoint from different files. Load the same on all.")
     else:
-        _compare_all_weights(plan, owned, group)
+        _compare_all_weights(plan, owned, group, unread)
     cached = None
-    if coded is None and _caches(config, max(reply["loose"] for reply in replies), platform):
+    if coded is not None and config.cache_dir is not None:
+        logger.info(f"'{config.cache_dir}' is not used: weights stream from a coded checkpoint")
+    elif _caches(config, max(reply["loose"] for reply in replies), platform):
         cached = WeightCache(str(config.cache_dir), plan, owned, located, group).open()
     digests = [reply["mapped"] for reply in replies]
     if cached is not None:
@@ -218,7 +219,9 @@ def _prepare(
             said["mapped"] = offer.digest
         digests = [reply["mapped"] for reply in replies]
     if coded is not None:
-        from_shards = coded.attach(build(usable_ranges(located, owned)[0]), owned)
+        # Coded files are the same on all ranks by now; those of other weights may not be, which are then copied.
+        others = usable_ranges(located, owned)[0] if same_files else {}
+        from_shards = coded.attach(build(others), owned)
         plans = coded.rank_plans(config.host, plan, from_shards)
         return _Prepared(config, selection, plans, {**located.stamps, **coded.stamps}, engine, parts, coded)
     plans = rank_plans(config.host, plan, offer, digests, platform)
@@ -238,11 +241,13 @@ def _caches(config: DistributedLayerwiseOffloadConfig, loose: float, platform: P
     return True
 
 
-def _compare_all_weights(plan: OffloadPlan, owned: Sequence[Sequence[OwnedTensor]], group: OffloadGroup) -> None:
-    """Each rank has files of its own: are they the same weights? Raises as `compare`."""
+def _compare_all_weights(
+    plan: OffloadPlan, owned: Sequence[Sequence[OwnedTensor]], group: OffloadGroup, unread: Collection[int]
+) -> None:
+    """Each rank has files of its own: are they the same weights, but for `unread` ones? Raises as `compare`."""
     said: dict[str, Any] = {}
     with group.agreement("enable: weights", said) as replies:
-        lines = sample_weights(plan, owned)
+        lines = sample_weights(plan, owned, skip=unread)
         said["digest"] = digest_of(lines)
     compare(group, replies, lines)
 

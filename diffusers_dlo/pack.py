@@ -87,10 +87,8 @@ def pack_checkpoint(
     source = find_source(model)
     coded = coded_components(source)
     if coded:
-        raise ValueError(
-            f"'{os.path.join(source, coded[0])}' is coded. Decode it with `diffusers-dlo pack --decode`, and pack "
-            "that."
-        )
+        folder = os.path.normpath(os.path.join(source, coded[0]))
+        raise ValueError(f"'{folder}' is coded. Decode it with `diffusers-dlo pack --decode`, and pack that.")
     written = []
     with new_directory(source, out) as folder:
         modules = _load_all(source, dtype)

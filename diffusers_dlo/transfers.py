@@ -86,9 +86,17 @@ class Transfers:
         assert codec is not None
         scratch = max(unit.store.scratch_nbytes for unit in {id(unit.store): unit for unit in coded}.values())
         nbytes = max((extent.source.numel() for unit in coded for extent in unit.extents), default=0)
-        if self._decoder is None or not self._decoder.fits(codec, nbytes, scratch):
-            self._drop_decoder()  # first: the device's memory may not do for both
+        former = self._decoder
+        if former is None:
             self._decoder = Decoder(self.platform, codec, nbytes, scratch)
+        elif not former.fits(codec, nbytes, scratch):
+            self._drop_decoder()  # first: the device's memory may not do for both
+            most = max(nbytes, former.coded_nbytes), max(scratch, former.scratch_nbytes)  # others use it still
+            try:
+                self._decoder = Decoder(self.platform, codec, *most)
+            except BaseException:  # what streams goes on as it did
+                self._decoder = Decoder(self.platform, former.codec, former.coded_nbytes, former.scratch_nbytes)
+                raise
 
     def _drop_decoder(self) -> None:
         if self._decoder is not None:

@@ -13,7 +13,8 @@ from torch import nn
 
 from .casts import pending_casts
 from .checkpoint.pending_guard import find_change
-from .coding.loading import coded_file_of
+from .coding.coded_guard import is_guarded_coded
+from .coding.loading import coded_file_of, moved_tensor
 from .compilation import recorded_graphs_text, records_graphs
 from .config import DistributedLayerwiseOffloadConfig
 from .device.onload import is_same_device
@@ -152,11 +153,25 @@ def _refuse_meta(module: nn.Module, name: str) -> None:
             "would be lost. Enable first and change it then."
         )
     for path, tensor in tensors.items():
-        if tensor.is_meta and path not in names:
+        if not tensor.is_meta or path in names:
+            continue
+        if any(map(is_guarded_coded, module.modules())):
             raise RuntimeError(
-                f"'{path}' of '{name}' has no values (it is on the meta device). Load it from safetensors with "
-                "from_pretrained, or with load_mapped_checkpoint, before enabling."
+                f"'{path}' of '{name}' has no values: it is coded, and '{name}' is not the model as it was loaded. "
+                "Enable that model itself, and change it then, or decode the checkpoint with `diffusers-dlo pack "
+                "--decode`."
             )
+        raise RuntimeError(
+            f"'{path}' of '{name}' has no values (it is on the meta device). Load it from safetensors with "
+            "from_pretrained, or with load_mapped_checkpoint, before enabling."
+        )
+    moved = moved_tensor(module)
+    if moved is not None:
+        raise ValueError(
+            f"'{moved}' of '{name}' is another tensor than when the model was loaded from a coded checkpoint: blocks "
+            "were put in another order, or weights exchanged or quantized, and values go by names. Change a model "
+            "that was decoded, with `diffusers-dlo pack --decode`."
+        )
 
 
 def _refuse_sharded(module: nn.Module, name: str, transfer: str) -> None:

@@ -18,6 +18,7 @@ from ..tensor_utils import owned_tensors
 _REMEDY = "Enable the offload first, or decode the checkpoint with `diffusers-dlo pack --decode` and load that."
 _REFUSED = (
     "add_adapter",
+    "dequantize",
     "enable_group_offload",
     "enable_layerwise_casting",
     "fuse_qkv_projections",
@@ -47,6 +48,11 @@ def unguard_coded(model: nn.Module) -> None:
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, CodedGuard):
                 hook.remove()
+
+
+def is_guarded_coded(module: nn.Module) -> bool:
+    """Whether a module is a coded model, or a part of one that holds coded tensors itself."""
+    return any(isinstance(hook, CodedGuard) for hook in module._forward_pre_hooks.values())
 
 
 class CodedGuard:

@@ -12,6 +12,9 @@ decode, nor know of the offload.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -94,7 +97,9 @@ class CodedQuantizer(DiffusersQuantizer):
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
         """The names that the file holds, with those of weights in the place of coded shards."""
         path = str(checkpoint_files[0])
-        coded = read_coded_file(path) if len(checkpoint_files) == 1 and path.endswith(".safetensors") else None
+        is_one = len(checkpoint_files) == 1 and path.endswith(".safetensors")
+        # The file itself: it is read again when the offload is enabled, wherever the process works then.
+        coded = read_coded_file(os.path.realpath(path)) if is_one else None
         if coded is None:
             raise damaged(path, "its config.json says that it is coded, and it is not")
         if coded.dtype != str(self._dtype).removeprefix("torch."):
@@ -146,8 +151,10 @@ def take_values(model: nn.Module, coded: CodedFile) -> None:
 
 def put_mark(model: nn.Module, coded: CodedFile) -> None:
     """Marks a model as loaded from a coded file, and guards it."""
-    object.__setattr__(model, _MARK, coded)
-    guard_coded(model, coded.tensor_names)
+    names = coded.tensor_names
+    tensors = {name: tensor for name, tensor in _named_tensors(model) if name in names}
+    object.__setattr__(model, _MARK, _Mark(coded, tensors))
+    guard_coded(model, names)
 
 
 def _put_meta(model: nn.Module, tensor: CodedTensor, path: str) -> None:
@@ -171,9 +178,35 @@ def _put_meta(model: nn.Module, tensor: CodedTensor, path: str) -> None:
         slots[attribute] = made  # type: ignore[assignment]  # a buffer among buffers
 
 
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model, by all names that they have."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """What marks a coded model: what its `file` says, and the `tensors` without values that were put in by name."""
+
+    file: CodedFile
+    tensors: dict[str, torch.Tensor]
+
+
 def coded_file_of(module: nn.Module) -> CodedFile | None:
     """What the file says that a coded model was loaded from; None for any other model, and once it is released."""
-    return vars(module).get(_MARK)
+    mark = vars(module).get(_MARK)
+    return mark.file if mark is not None else None
+
+
+def moved_tensor(module: nn.Module) -> str | None:
+    """
+    The name of a tensor of a coded model in whose place there is another one by now, None if there is no such: values
+    go by names, and those of the file would not be its own. What is gone from the model does not count.
+    """
+    mark = vars(module).get(_MARK)
+    if mark is None:
+        return None
+    return next((name for name, t in _named_tensors(module) if t is not mark.tensors.get(name, t)), None)
 
 
 def release(module: nn.Module) -> None:

@@ -62,13 +62,15 @@ class Decoder:
         coded_nbytes (`int`), scratch_nbytes (`int`): the largest coded shard, and what decoding takes beside it.
 
     Attributes:
+        codec (`Codec`), coded_nbytes (`int`), scratch_nbytes (`int`): as they were given.
         stream (`Stream`): where decoding is to be queued.
     """
 
     def __init__(self, platform: Platform, codec: Codec, coded_nbytes: int, scratch_nbytes: int) -> None:
         self._platform = platform
-        self._codec = codec
+        self.codec = codec
         self.coded_nbytes = coded_nbytes
+        self.scratch_nbytes = scratch_nbytes
         self._scratch = platform.empty(scratch_nbytes)
         self._buffers = [
             _Buffer(platform.empty(coded_nbytes), platform.new_event(), platform.new_event())
@@ -87,9 +89,9 @@ class Decoder:
     def fits(self, codec: Codec, coded_nbytes: int, scratch_nbytes: int) -> bool:
         """Whether it does for such shards."""
         return (
-            codec.name == self._codec.name
+            codec.name == self.codec.name
             and coded_nbytes <= self.coded_nbytes
-            and scratch_nbytes <= self._scratch.numel()
+            and scratch_nbytes <= self.scratch_nbytes
         )
 
     @property
@@ -105,7 +107,7 @@ class Decoder:
         memory, segments, pieces = buffer.memory[: copy.source.numel()], copy.coded.shard.segments, copy.coded.pieces
         return Decoding(
             copy=lambda: _copy_pieces(memory, pieces),
-            decode=lambda: decode_shard(memory, segments, copy.target, self._codec, self._scratch),
+            decode=lambda: decode_shard(memory, segments, copy.target, self.codec, self._scratch),
             free=buffer.free,
             arrived=buffer.arrived,
         )

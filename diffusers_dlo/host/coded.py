@@ -43,8 +43,8 @@ class CodedStore(MappedStore):
         codec: Codec,
     ) -> None:
         self._codec = codec
-        self._read: tuple[int, torch.Tensor] | None = None
-        "the unit that was read last, and its image"
+        self._read: tuple[int, torch.Tensor, set[int]] | None = None
+        "the unit that was read last, its image, and the tensors of it that are still to be read"
         super().__init__(plan, rank, platform, fd, stamps)
         try:
             for source, coded in self._every_coded_source():
@@ -92,6 +92,12 @@ class CodedStore(MappedStore):
     def private_view(self, unit: int, tensor: int) -> torch.Tensor | None:
         return super().private_view(unit, tensor) if self.layouts[unit].coded is None else self._decoded(unit, tensor)
 
+    def check_readable(self, unit: int) -> None:
+        super().check_readable(unit)
+        coded = self.layouts[unit].coded
+        for path in {shard.place.path for shard in coded.shards} if coded is not None else ():
+            self._files[path].check_content()
+
     def close(self) -> None:
         super().close()
         self._read = None
@@ -100,13 +106,18 @@ class CodedStore(MappedStore):
         """A tensor of a coded block, in memory of its own."""
         layout = self.layouts[unit]
         assert layout.coded is not None
-        if self._read is None or self._read[0] != unit:
+        read = self._read
+        if read is None or read[0] != unit:
             self._read = None  # first: two images need not be there at once
             # Copies first: no transfer may cross the border of what is page-locked.
             sources = (self._source(shard).clone() for shard in layout.coded.shards)
             image = BlockReader(self._codec).read(layout.coded, sources)
-            self._read = unit, image
-        return tensor_view(self._read[1], layout.tensors[tensor]).clone()
+            read = self._read = unit, image, set(range(len(layout.tensors)))
+        _, image, unread = read
+        unread.discard(tensor)
+        if not unread and self._read is read:
+            self._read = None  # a block is read as a whole as a rule, and its image is large
+        return tensor_view(image, layout.tensors[tensor]).clone()
 
     def _source(self, shard: CodedShard) -> torch.Tensor:
         return self._files[shard.place.path].content[shard.place.offset :][: shard.place.nbytes]

@@ -130,7 +130,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ranks.add_argument("--device-budget", type=_budget, metavar="AMOUNT", help="weights that stay: auto, 12GiB")
     ranks.add_argument(
-        "--host-store", choices=("auto", "mapped", "packed", "pinned"), default="auto", help="where weights lie"
+        "--host-store",
+        choices=("auto", "coded", "mapped", "packed", "pinned"),
+        default="auto",
+        help="where weights lie",
     )
     ranks.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of weights (%(default)s)"
