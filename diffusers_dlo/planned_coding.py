@@ -11,12 +11,11 @@ from dataclasses import replace
 
 from .block_layout import BlockLayout, align
 from .checkpoint.mapped import FileRange
-from .coding.coded_block import CodedBlock, CodedShard
+from .coding.coded_block import CODED_BUFFERS, CodedBlock, CodedShard
 from .coding.coded_file import CodedFile
 from .coding.shard_coding import CODED_DTYPES, shard_bounds
 from .device.ans_codec import planned_scratch_nbytes
 from .offload_plan import ComponentPlan, OffloadPlan
-from .simulation import CODED_BUFFERS
 
 
 _Coding = Callable[[ComponentPlan, BlockLayout], CodedBlock | None]

@@ -25,9 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .coding.coded_block import CODED_BUFFERS
 
-CODED_BUFFERS = 2
-"""Coded shards that are on a device at a time: one arrives while another is decoded."""
 
 _MAX_LAPS = 64
 _SAME = 1e-9

@@ -66,10 +66,18 @@ def render_plan(plan: OffloadPlan) -> str:
         resident = [f"        {format_bytes(plan.residents.nbytes)} for what stays of them: {', '.join(parts)}"]
     elif plan.device_budget == "auto":
         resident = ["        and what the first forward leaves free, for what stays of them"]
+    from .planned_coding import decoding_nbytes  # which needs plans
+
+    decoding = []
+    if plan.host == "coded":
+        decoding = [
+            f"        {format_bytes(decoding_nbytes(plan))} at most for coded shards on their way, and decoding"
+        ]
     return "\n".join(
         [
             render_table(f"Offload plan, {ranks} sharing weights", columns, rows),
             f"device: {slots} in slots, {format_bytes(plan.device_placed_nbytes)} of weights that never stream",
+            *decoding,
             *resident,
             f"host:   {format_bytes(plan.host_nbytes_per_rank)} per rank ({plan.host}), "
             f"{format_bytes(plan.host_nbytes_per_rank * plan.group_size)} in all",

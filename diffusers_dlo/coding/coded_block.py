@@ -15,6 +15,10 @@ import torch
 from ..checkpoint.mapped import FileRange
 
 
+CODED_BUFFERS = 2
+"""Coded shards that are on a device at a time: one arrives while another is decoded."""
+
+
 class Segment(NamedTuple):
     """`nbytes` bytes from `offset` of a shard, which are `coded_nbytes` from `coded_offset` of the coded shard."""
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 
 from ..coding.codec import Codec
+from ..coding.coded_block import CODED_BUFFERS
 from ..coding.shard_coding import decode_shard
-from ..simulation import CODED_BUFFERS
 from .interface import Event, Platform
 from .ring import Copy
 

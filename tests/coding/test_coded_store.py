@@ -17,9 +17,11 @@ from diffusers import WanTransformer3DModel
 from torch import nn
 
 from diffusers_dlo import apply_distributed_layerwise_offload
+from diffusers_dlo.byte_size import format_bytes
 from diffusers_dlo.coding.coded_file import read_coded_file
 from diffusers_dlo.coding.loading import coded_file_of
 from diffusers_dlo.pack import pack_checkpoint
+from diffusers_dlo.planned_coding import decoding_nbytes
 from tests import zoo
 from tests.coded import code_as_it_is
 from tests.coding.checkpoints import WEIGHTS, flip, wan, wan_inputs
@@ -96,6 +98,9 @@ def test_what_crosses_the_link_on_one_rank(coded: str, folders: Path) -> None:
         for shard in block.shards
     )
     assert report.device_slot_bytes == 2 * handle.plan.slot_nbytes("local") + buffers
+    # The plan allows for the tables of a device's codec too, of which the host's has none.
+    assert buffers < decoding_nbytes(handle.plan) < buffers + 4096
+    assert f"{format_bytes(decoding_nbytes(handle.plan))} at most for coded shards, and" in str(handle.plan)
     with handle.timing(), torch.no_grad():
         model(**wan_inputs())
     timed = handle.report()
