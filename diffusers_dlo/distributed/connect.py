@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .control import ControlMesh, RankLost
 
 
+_POLL_SECONDS = 0.05
 _LONGEST_CALL = 256
 """Bytes that a rank says of itself when it calls another."""
 
@@ -27,7 +29,7 @@ def connect(rank: int, pids: Sequence[int], secret: str, timeout: float) -> Cont
     group.
 
     Raises:
-        `RuntimeError`: a rank could not be reached within `timeout` seconds.
+        `RuntimeError`: a rank has ended, or could not be reached within `timeout` seconds.
     """
     size = len(pids)
     name = "\0diffusers_dlo-" + hashlib.sha256(secret.encode()).hexdigest()[:32]
@@ -40,11 +42,17 @@ def connect(rank: int, pids: Sequence[int], secret: str, timeout: float) -> Cont
             listener.bind(f"{name}-{rank}")
             listener.listen(size)
             for peer in range(rank):
-                sockets[peer] = _dial(f"{name}-{peer}", pids[peer], deadline)
+                sockets[peer] = _dial(f"{name}-{peer}", peer, pids[peer], deadline)
                 sockets[peer].send(f"{rank} {secret}".encode())
             while len(sockets) < size - 1:
-                listener.settimeout(max(deadline - time.monotonic(), 0.001))
-                connection, _ = listener.accept()
+                listener.settimeout(max(min(deadline - time.monotonic(), _POLL_SECONDS), 0.001))
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    if time.monotonic() > deadline:
+                        raise
+                    _check_running({peer: pids[peer] for peer in range(rank + 1, size) if peer not in sockets})
+                    continue
                 caller = _identify(connection, pids, secret, deadline)
                 if caller is None or caller in sockets or not rank < caller < size:
                     connection.close()
@@ -60,7 +68,24 @@ def connect(rank: int, pids: Sequence[int], secret: str, timeout: float) -> Cont
     return ControlMesh(rank, sockets, pids, timeout)
 
 
-def _dial(name: str, pid: int, deadline: float) -> socket.socket:
+def _check_running(pids: Mapping[int, int]) -> None:
+    """Raises if one of these ranks, whose processes are given, has ended: it would be waited for in vain."""
+    for rank, pid in pids.items():
+        try:
+            process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            pass
+        else:
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            has_ended = bool(poll.poll(0))
+            os.close(process)
+            if not has_ended:
+                continue
+        raise RankLost(f"rank {rank} has ended. Look for its traceback; one that was killed has none.")
+
+
+def _dial(name: str, rank: int, pid: int, deadline: float) -> socket.socket:
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -73,6 +98,7 @@ def _dial(name: str, pid: int, deadline: float) -> socket.socket:
         connection.close()
         if time.monotonic() > deadline:
             raise TimeoutError(reason)
+        _check_running({rank: pid})
         time.sleep(0.005)
 
 

@@ -440,3 +440,19 @@ def _dropped_before_the_loss(rank: int, size: int) -> None:
 
 def test_a_model_that_was_dropped_before_a_loss_goes_with_the_group() -> None:
     run_ranks(2, _dropped_before_the_loss, expect_death=(1,))
+
+
+def _killed_before_it_connects(rank: int, size: int) -> float:
+    """Once all ranks have introduced themselves, and before any is watched."""
+    from diffusers_dlo.distributed import group
+
+    if rank == 1:
+        group.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    begun = time.monotonic()
+    with pytest.raises(RankLost, match="rank 1 has ended"):
+        apply_distributed_layerwise_offload(toy(toys.Stack, 2))
+    return time.monotonic() - begun
+
+
+def test_a_rank_that_is_killed_before_it_connects_is_not_waited_for() -> None:
+    assert run_ranks(2, _killed_before_it_connects, expect_death=(1,))[0] < 30
