@@ -85,7 +85,9 @@ class Transfers:
         codec = coded[0].store.codec
         assert codec is not None
         scratch = max(unit.store.scratch_nbytes for unit in {id(unit.store): unit for unit in coded}.values())
-        nbytes = max((extent.source.numel() for unit in coded for extent in unit.extents), default=0)
+        # Of other ranks' shards too: they are copied where whole blocks are, be it to time that.
+        blocks = [unit.layout.coded for unit in coded if unit.layout.coded is not None]
+        nbytes = max(shard.place.nbytes for block in blocks for shard in block.shards)
         former = self._decoder
         if former is None:
             self._decoder = Decoder(self.platform, codec, nbytes, scratch)

@@ -63,7 +63,7 @@ class CodedStore(MappedStore):
 
     @property
     def scratch_nbytes(self) -> int:
-        shards = (coded.shard for _, coded in self._every_coded_source())
+        shards = (shard for layout in self.layouts if layout.coded is not None for shard in layout.coded.shards)
         sizes = [segment.nbytes for shard in shards for segment in shard.segments if segment.is_coded]
         return self._codec.scratch_nbytes(max(sizes)) if sizes else 0
 
