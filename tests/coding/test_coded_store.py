@@ -25,6 +25,7 @@ from diffusers_dlo.planned_coding import decoding_nbytes
 from tests import zoo
 from tests.coded import code_as_it_is
 from tests.coding.checkpoints import WEIGHTS, flip, wan, wan_inputs
+from tests.distributed.test_transfer_choice import Link, use
 from tests.parity.test_toys import CASES
 from tests.ranks import run_ranks
 from tests.toys import feed
@@ -158,6 +159,27 @@ def test_on_two_ranks(folders: Path) -> None:
     damage(folders / "coded2", folders / "damaged", shard=1)
     shutil.copytree(folders / "coded2", folders / "copy")
     run_ranks(2, _on_two_ranks, folders)
+
+
+def _timed_both_ways(rank: int, size: int, folders: Path) -> str:
+    coded = read_coded_file(str(folders / "coded2" / WEIGHTS))
+    assert coded is not None
+    first, second = (max(block.shards[i].place.nbytes for block in coded.blocks.values()) for i in range(size))
+    assert first != second, "a rank that copies whole blocks needs room for the larger"
+    use(Link())
+    model = load(folders / "coded2")
+    handle = model.enable_distributed_layerwise_offload()
+    assert handle.transfer_timing is not None and handle.report().host_kind == "coded"
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(**wan_inputs())[0], expected_of(folders))
+    transfer = handle.report().transfer
+    handle.remove()
+    return transfer
+
+
+def test_it_is_timed_both_ways(folders: Path) -> None:
+    assert len(set(run_ranks(2, _timed_both_ways, folders))) == 1
 
 
 def damage(source: Path, target: Path, shard: int) -> None:
