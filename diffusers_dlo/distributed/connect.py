@@ -69,12 +69,17 @@ def connect(rank: int, pids: Sequence[int], secret: str, timeout: float) -> Cont
 
 
 def _check_running(pids: Mapping[int, int]) -> None:
-    """Raises if one of these ranks, whose processes are given, has ended: it would be waited for in vain."""
+    """
+    Raises if one of these ranks, whose processes are given, has ended: it would be waited for in vain. Where the
+    system does not tell of processes, nothing is known of it.
+    """
     for rank, pid in pids.items():
         try:
             process = os.pidfd_open(pid)
         except ProcessLookupError:
             pass
+        except (AttributeError, OSError):
+            continue
         else:
             poll = select.poll()
             poll.register(process, select.POLLIN)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -456,3 +457,29 @@ def _killed_before_it_connects(rank: int, size: int) -> float:
 
 def test_a_rank_that_is_killed_before_it_connects_is_not_waited_for() -> None:
     assert run_ranks(2, _killed_before_it_connects, expect_death=(1,))[0] < 30
+
+
+def _slow_to_connect(rank: int, size: int) -> None:
+    """Where the system does not tell of processes."""
+    from diffusers_dlo.distributed import group
+
+    def refuse(*_: object) -> int:
+        raise OSError("not to be had here")
+
+    def connect_late(*args: Any, connect: Any = group.connect) -> Any:
+        time.sleep(0.3)
+        return connect(*args)
+
+    os.pidfd_open = refuse
+    if rank == 1:
+        group.connect = connect_late
+    model = toy(toys.Stack, 2)
+    handle = apply_distributed_layerwise_offload(model)
+    with torch.no_grad():
+        assert torch.equal(model(feed(0)), toy(toys.Stack, 2)(feed(0)))
+    handle.remove()
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_a_rank_that_connects_late_is_waited_for_whatever_is_known_of_it(size: int) -> None:
+    run_ranks(size, _slow_to_connect)
