@@ -231,6 +231,7 @@ def listening(app: FastAPI) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning"))
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
+        own.listen()  # so that nobody is refused before the thread has begun
         thread = threading.Thread(target=server.run, args=([own],))
         thread.start()
         try:
