@@ -6,8 +6,8 @@ their values where they cannot. Must not choose among kinds of host store for we
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from diffusers.utils import logging
 
 from ..block_discovery import Selection
 from ..block_layout import BlockLayout
-from ..checkpoint.mapped import FileStamp, map_read_only
+from ..checkpoint.mapped import FileStamp
 from ..coding.block_reader import BlockReader
 from ..coding.codec import Codec, check_version
 from ..coding.coded_block import CodedBlock
@@ -25,6 +25,7 @@ from ..config import DistributedLayerwiseOffloadConfig
 from ..device.interface import Platform
 from ..offload_plan import ComponentPlan, OffloadPlan
 from ..tensor_utils import OwnedTensor
+from .mapped import MappedFile
 from .store import tensor_view
 
 
@@ -194,18 +195,9 @@ class CodedWeights:
         """
         file = self._files[component]
         block = file.blocks[unit.name]
-        try:
-            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if FileStamp.of(fd) != self.stamps[file.path]:
-                    raise RuntimeError(f"'{file.path}' was changed while the offload was being enabled.")
-                content = map_read_only(fd)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise RuntimeError(f"'{file.path}' cannot be read any more ({error.strerror}).") from error
-        sources = [content[shard.place.offset :][: shard.place.nbytes] for shard in block.shards]
-        image = BlockReader(self.codec).read(block, sources)
+        with closing(MappedFile(file.path, self.stamps[file.path])) as mapped:
+            sources = (mapped.content[shard.place.offset :][: shard.place.nbytes] for shard in block.shards)
+            image = BlockReader(self.codec).read(block, sources)
         return [tensor_view(image, tensor) for tensor in unit.tensors]
 
 

@@ -33,6 +33,7 @@ from diffusers_dlo.packed_directory import mark_coded
 from tests import zoo
 from tests.coding import checkpoints
 from tests.coding.checkpoints import WEIGHTS, flip, redescribe, rewrite
+from tests.test_pack import fails
 
 
 ROOT = Path(__file__).parent.parent.parent
@@ -342,15 +343,6 @@ def test_a_codec_that_does_not_give_back_what_it_was_given(sound: Path, tmp_path
 
 
 # ---------------------------------------------------------------------------------- what cannot be packed or decoded
-
-
-def fails(capsys: pytest.CaptureFixture, *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(["pack", *arguments]) == 1
-    captured = capsys.readouterr()
-    (line,) = [line for line in captured.err.splitlines() if line.startswith("diffusers-dlo: error: ")]
-    assert "Traceback" not in captured.err and not captured.out
-    return line
 
 
 def test_what_is_refused(
